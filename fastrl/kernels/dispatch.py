@@ -1,0 +1,127 @@
+"""Which implementation runs: Triton for GPU tensors, the torch reference for the rest; and how an op is registered.
+
+`FASTRL_KERNELS=reference|triton` forces one. Forcing Triton on CPU tensors needs `TRITON_INTERPRET=1`. Tensors in
+float64 always take the reference: the kernels accumulate in float32, and a float64 caller wants float64.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+CHOICES = ("auto", "reference", "triton")
+
+
+@functools.cache
+def has_triton() -> bool:
+    """True when Triton can be imported."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def interpreting() -> bool:
+    """True when Triton kernels run in its CPU interpreter."""
+    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+
+
+def use_triton(tensors: Iterable[torch.Tensor | None]) -> bool:
+    """True when the Triton kernel is to run on these tensors.
+
+    Raises:
+        ValueError: `FASTRL_KERNELS` is no known choice.
+        RuntimeError: Triton is forced where it cannot run.
+    """
+    choice = os.environ.get("FASTRL_KERNELS") or "auto"
+    if choice not in CHOICES:
+        raise ValueError(f"FASTRL_KERNELS = {choice!r}: use one of {', '.join(CHOICES)}")
+    if choice == "reference":
+        return False
+    given = [t for t in tensors if t is not None]
+    if any(t.dtype == torch.float64 for t in given):
+        return False
+    on_gpu = any(t.device.type == "cuda" for t in given)
+    if choice == "auto":
+        return on_gpu and has_triton()
+    if not has_triton():
+        raise RuntimeError("FASTRL_KERNELS = 'triton', but Triton is not installed: pip install triton, or unset it")
+    if not on_gpu and not interpreting():
+        raise RuntimeError(
+            "FASTRL_KERNELS = 'triton' on CPU tensors needs TRITON_INTERPRET=1 (set before Python starts)"
+        )
+    return True
+
+
+def _tensors(args: Sequence[Any]) -> Iterator[torch.Tensor]:
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            yield arg
+        elif isinstance(arg, (list, tuple)):
+            yield from _tensors(arg)
+
+
+@functools.cache
+def _resolve(target: str) -> Callable[..., Any]:
+    module, name = target.split(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def define_op(
+    name: str,
+    schema: str,
+    *,
+    reference: Callable[..., Any],
+    kernel: str,
+    fake: Callable[..., Any],
+    mutates_args: Sequence[str] = (),
+) -> Any:
+    """Register the custom op `fastrl::name`, which picks its implementation each time it is called.
+
+    Args:
+        name: op name.
+        schema: argument and result types, `"(Tensor x, float y) -> Tensor"`; all arguments positional.
+        reference: the torch implementation.
+        kernel: `"package.module:function"` of the Triton wrapper with the same arguments, imported at first use.
+        fake: gives empty results of the right shapes (fake tensors, `torch.compile`).
+        mutates_args: names of arguments that are written.
+
+    Returns:
+        the op, callable, with `register_autograd`.
+    """
+
+    def run(*args: Any) -> Any:
+        return (_resolve(kernel) if use_triton(_tensors(args)) else reference)(*args)
+
+    run.__name__ = name
+    op = torch.library.custom_op(f"fastrl::{name}", run, mutates_args=mutates_args, schema=schema)
+    op.register_fake(fake)
+    return op
+
+
+def refuse_double_backward(op: Any, public_name: str) -> None:
+    """Make a second derivative through `op` (a backward op) an error that says so, never a wrong number."""
+
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(f"{public_name}: the second derivative is not available; call backward without create_graph")
+
+    op.register_autograd(backward)
+
+
+@contextlib.contextmanager
+def on_device_of(tensor: torch.Tensor) -> Iterator[None]:
+    """Make the tensor's GPU current (Triton launches on the current one); nothing on a CPU."""
+    if tensor.device.type == "cuda":
+        with torch.cuda.device(tensor.device):
+            yield
+    else:
+        yield
+
+
+def accumulate_dtype(*tensors: torch.Tensor | None) -> torch.dtype:
+    """float64 when a tensor is float64, else float32: the dtype of sums and results."""
+    return torch.float64 if any(t is not None and t.dtype == torch.float64 for t in tensors) else torch.float32
