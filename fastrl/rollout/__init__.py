@@ -1,0 +1,1 @@
+"""Generation: one protocol (`engine.py`) and the engines behind it."""
