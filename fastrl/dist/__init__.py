@@ -1,0 +1,1 @@
+"""Processes: collectives, checkpoints, sharding, exchange of sequences and of weights."""

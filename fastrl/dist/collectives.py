@@ -1,0 +1,115 @@
+"""The few collectives the trainer needs; each is the identity when no process group is initialised."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as torch_dist
+from torch import Tensor
+
+Tensors = TypeVar("Tensors", dict[str, Tensor], list[Tensor])
+
+
+def is_distributed() -> bool:
+    """True when a process group exists (it may still have a single rank)."""
+    return torch_dist.is_available() and torch_dist.is_initialized()
+
+
+def rank() -> int:
+    """Number of this process, 0 without a process group."""
+    return torch_dist.get_rank() if is_distributed() else 0
+
+
+def world_size() -> int:
+    """Number of processes, 1 without a process group."""
+    return torch_dist.get_world_size() if is_distributed() else 1
+
+
+def barrier() -> None:
+    """Returns when every rank has called it."""
+    if is_distributed():
+        torch_dist.barrier()
+
+
+def communication_device() -> torch.device:
+    """The device on which the default group can reduce: the current GPU under NCCL, the CPU under gloo."""
+    if is_distributed() and "nccl" in str(torch_dist.get_backend()):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def all_reduce_sum(tensors: Tensors) -> Tensors:
+    """Sums every tensor over all ranks, with one collective for all of them.
+
+    Args:
+        tensors: dict or list of tensors of any shape and real dtype (integers exact below 2^53); the same names (or
+            number) and shapes on every rank. They travel as one float64 vector.
+
+    Returns:
+        a new dict or list of the same layout; each tensor keeps its dtype and device. The arguments are not changed.
+    """
+    if not is_distributed():
+        return tensors
+    items = list(tensors.values()) if isinstance(tensors, dict) else tensors
+    if not items:
+        return tensors
+    device = communication_device()
+    packed = torch.cat([t.detach().reshape(-1).to(device=device, dtype=torch.float64) for t in items])
+    torch_dist.all_reduce(packed)
+    parts = packed.split([t.numel() for t in items])
+    summed = [part.view(t.shape).to(device=t.device, dtype=t.dtype) for part, t in zip(parts, items)]
+    return dict(zip(tensors, summed)) if isinstance(tensors, dict) else summed
+
+
+def all_gather_rows(tensor: Tensor) -> Tensor:
+    """Concatenates the rows of all ranks, in rank order; ranks may hold different numbers of rows, also none.
+
+    Args:
+        tensor: [n_r, ...], any dtype; the trailing shape is the same on every rank.
+
+    Returns:
+        [sum of n_r, ...], same dtype and device, equal on every rank.
+    """
+    if not is_distributed() or world_size() == 1:
+        return tensor
+    device = communication_device()
+    counts = torch.zeros(world_size(), dtype=torch.int64, device=device)
+    counts[rank()] = tensor.shape[0]
+    torch_dist.all_reduce(counts)
+    num_rows = counts.tolist()
+    local = tensor.detach().to(device).contiguous()
+    wire = local.view(torch.uint8) if local.dtype == torch.bool else local
+    padded = wire.new_zeros((max(num_rows), *wire.shape[1:]))
+    padded[: wire.shape[0]] = wire
+    gathered = [torch.empty_like(padded) for _ in num_rows]
+    torch_dist.all_gather(gathered, padded)
+    rows = torch.cat([block[:n] for block, n in zip(gathered, num_rows)])
+    return rows.view(tensor.dtype).to(tensor.device) if local.dtype == torch.bool else rows.to(tensor.device)
+
+
+def any_rank(flag: bool) -> bool:
+    """True on every rank when `flag` is true on at least one."""
+    if not is_distributed():
+        return bool(flag)
+    total = torch.tensor([float(bool(flag))], device=communication_device())
+    torch_dist.all_reduce(total)
+    return bool(total.item() > 0)
+
+
+def all_gather_object(value: Any) -> list[Any]:
+    """The value of every rank, in rank order; for small host-side objects outside the step's hot path."""
+    if not is_distributed():
+        return [value]
+    values: list[Any] = [None] * world_size()
+    torch_dist.all_gather_object(values, value)
+    return values
+
+
+def broadcast_object(value: Any, source: int = 0) -> Any:
+    """The value that rank `source` passed, on every rank."""
+    if not is_distributed():
+        return value
+    box = [value]
+    torch_dist.broadcast_object_list(box, src=source)
+    return box[0]
