@@ -1,4 +1,4 @@
-"""The protocol between the trainer and whatever generates: requests in, finished samples out, weights replaced in between.
+"""The protocol between the trainer and whatever generates: requests in, finished samples out, new weights in between.
 
 An engine is an object with the methods of `Engine`; it need not inherit from anything here. The life of one:
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -70,9 +70,7 @@ class GenerationRequest:
     prompt_ids: Sequence[int]  # rendered prompt, at least one token
     num_samples: int = 1
     seeds: Sequence[int] | None = None  # one per sample, 0 <= seed < 2**63; None derives them from SamplingParams.seed
-    temperature: float | None = (
-        None  # replaces SamplingParams.temperature, e.g. 0 for a greedy baseline in the same call
-    )
+    temperature: float | None = None  # replaces SamplingParams.temperature, e.g. 0 for a greedy baseline
     max_tokens: int | None = None  # replaces SamplingParams.max_tokens, e.g. what is left of a conversation
 
     def sample_seeds(self, params: SamplingParams) -> tuple[int, ...]:
@@ -166,9 +164,7 @@ def check_requests(requests: Sequence[GenerationRequest], vocabulary_size: int |
             raise EngineError(f"{name} appears twice in one call: request_id must be unique")
         seen.add(request.request_id)
         if len(request.prompt_ids) == 0:
-            raise EngineError(
-                f"{name} has an empty prompt: give at least one token (a beginning-of-sequence id will do)"
-            )
+            raise EngineError(f"{name} has an empty prompt: give at least one token (a beginning-of-sequence id does)")
         if request.num_samples < 1:
             raise EngineError(f"{name} asks for {request.num_samples} samples: expected 1 or more")
         if request.max_tokens is not None and request.max_tokens < 1:
@@ -182,9 +178,3 @@ def check_requests(requests: Sequence[GenerationRequest], vocabulary_size: int |
             raise EngineError(
                 f"{name} has prompt ids outside 0..{vocabulary_size - 1}: is it another model's tokenizer?"
             )
-
-
-def require(condition: Any, message: str) -> None:
-    """EngineError with `message` unless `condition`."""
-    if not condition:
-        raise EngineError(message)

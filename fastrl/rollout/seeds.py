@@ -2,7 +2,7 @@
 
 No generator state exists, so a sample does not depend on its neighbours, the batch size or the order of work, and a
 resumed run draws what the uninterrupted one would have drawn. The mixing function is the finaliser of SplitMix64
-(https://doi.org/10.1145/2714064.2660195), a bijection of 64-bit words.
+(https://doi.org/10.1145/2660193.2660195), a bijection of 64-bit words.
 """
 
 from __future__ import annotations

@@ -1,0 +1,67 @@
+"""How hidden rows and logits come about during generation: the model's own forward pass, or a faster equal one."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from fastrl.models.attention import IMPLEMENTATION
+from fastrl.models.head import head_of, logits_of, trunk
+from fastrl.rollout.layouts import DecodeLayout, PrefillLayout
+
+
+class Runner(Protocol):
+    """Two calls per step: hidden rows, then the logits of some of them."""
+
+    def hidden(self, tokens: np.ndarray, positions: np.ndarray, layout: PrefillLayout | DecodeLayout) -> Tensor:
+        """tokens [U] int64, positions [U] int64 -> last hidden rows [U, H]."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [N, H] -> logits [N, V], a new tensor that the caller may overwrite."""
+        ...
+
+    def refresh(self) -> None:
+        """The parameters have new values."""
+        ...
+
+    def release(self) -> None:
+        """Free copies of parameters."""
+        ...
+
+
+class ModuleRunner:
+    """The model's own modules, whatever they are: zero-copy and the reference for every other runner."""
+
+    def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
+        self.model = model
+        self.device = device
+
+    def hidden(self, tokens: np.ndarray, positions: np.ndarray, layout: PrefillLayout | DecodeLayout) -> Tensor:
+        """See Runner."""
+        output = trunk(self.model)(
+            input_ids=torch.from_numpy(tokens).to(self.device)[None],
+            position_ids=torch.from_numpy(positions).to(self.device)[None],
+            use_cache=False,
+            fastrl_layout=layout,
+        )
+        return output.last_hidden_state[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See Runner."""
+        return logits_of(hidden, head_of(self.model))
+
+    def refresh(self) -> None:
+        """Nothing to do: the modules are the trainer's own."""
+
+    def release(self) -> None:
+        """Nothing to do."""
+
+
+def uses_layouts(model: PreTrainedModel) -> bool:
+    """Whether the model's attention is the one that takes layouts."""
+    return model.config._attn_implementation == IMPLEMENTATION
