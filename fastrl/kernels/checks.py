@@ -1,8 +1,8 @@
 """Argument checks shared by the ops: each failure is a ValueError with the argument, its value and what is allowed.
 
-Shapes, dtypes, devices and options are checked in the public functions. Values inside tensors (`cu_seqlens`, labels) are
-checked by the implementation of the op, where tensors are real, and only on the CPU: reading them on a GPU would stop the
-stream. `FASTRL_CHECK_VALUES=1` checks them there too; kernels stay inside their buffers either way.
+Shapes, dtypes, devices and options are checked in the public functions. Values inside tensors (`cu_seqlens`, labels)
+are checked by the implementation of the op, where tensors are real, and only on the CPU: reading them on a GPU would
+stop the stream. `FASTRL_CHECK_VALUES=1` checks them there too; kernels stay inside their buffers either way.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ def check_layout(op: str, name: str, x: torch.Tensor, cu_seqlens: torch.Tensor |
     if cu_seqlens is None:
         if x.dim() != 2:
             raise ValueError(
-                f"{op}: {name} has shape {list(x.shape)} and cu_seqlens is None: give [T] with cu_seqlens [S+1], or [B, T] without"
+                f"{op}: {name} has shape {list(x.shape)} and cu_seqlens is None: "
+                "give [T] with cu_seqlens [S+1], or [B, T] without"
             )
         return x.shape[0]
     check_tensor(op, "cu_seqlens", cu_seqlens, dtypes=(torch.int32, torch.int64), ndim=1, device=x.device)
