@@ -5,18 +5,19 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fastrl.errors import EXIT_INTERRUPTED, EXIT_USAGE, ConfigError, FastRLError
+from fastrl.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, ConfigError, FastRLError
 
 if TYPE_CHECKING:
     from fastrl.config import LoadedConfig
 
 app = typer.Typer(
     name="fastrl",
-    help="Train language models with reinforcement learning.",
+    help="Train language models with reinforcement learning: PPO, GRPO and their families.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -29,10 +30,9 @@ UsageProblem: type[Exception] = typer.BadParameter.__mro__[2]
 
 Arguments = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="CONFIG... [section.key=value ...]", help="YAML files, composed left to right, and overrides."
-    ),
+    typer.Argument(metavar="CONFIG... [section.key=value", help="YAML files and overrides.", show_default=False),
 ]
+Run = Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or its name under runs/.", show_default=False)]
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -44,17 +44,30 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return files, overrides
 
 
-def load_arguments(arguments: Sequence[str] | None) -> LoadedConfig:
+def load_arguments(arguments: Sequence[str] | None, *, only_look: bool = False) -> LoadedConfig:
     """The checked configuration that the arguments of `train` or `eval` describe; warnings go to stderr."""
     from fastrl.config import load_config
 
     files, overrides = split_arguments(arguments or ())
     if not files:
         raise ConfigError("which configuration? give at least one YAML file, as in `fastrl train configs/ppo.yaml`")
-    loaded = load_config(files, overrides)
+    loaded = load_config(files, overrides, only_look=only_look)
     for warning in loaded.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     return loaded
+
+
+def run_folder(name: str) -> Path:
+    """The run folder that RUN names: a path, or a name under runs/."""
+    from fastrl.config.suggest import closest, did_you_mean
+
+    for folder in (Path(name), Path("runs") / name):
+        if folder.is_dir():
+            return folder
+    known = [entry.name for entry in Path("runs").iterdir() if entry.is_dir()] if Path("runs").is_dir() else []
+    raise ConfigError(
+        f"{name}: no such run folder, here or under runs/" + did_you_mean(closest(Path(name).name, known))
+    )
 
 
 def _show_version(wanted: bool) -> None:
@@ -82,42 +95,138 @@ def train(
     ] = False,
     resume: Annotated[
         str | None,
-        typer.Option(
-            metavar="[auto|PATH]",
-            help="Continue from a checkpoint or run folder; auto (also without a value) takes the newest.",
-        ),
+        typer.Option(metavar="[auto|PATH]", help="Continue from a checkpoint or run; auto or no value: the newest."),
     ] = None,
 ) -> None:
-    """Train a model as CONFIG says."""
-    loaded = load_arguments(arguments)
+    """Train a model as the configuration says.
+
+    CONFIG are YAML files, composed left to right; section.key=value sets single keys, as in
+    `fastrl train configs/ppo.yaml optim.lr=1e-5 run.name=first`.
+    """
+    loaded = load_arguments(arguments, only_look=dry_run)
     from fastrl.trainer.loop import run_training
 
     run_training(loaded, resume=resume, dry_run=dry_run)
 
 
-def expand_resume(arguments: Sequence[str]) -> list[str]:
-    """Give a bare `--resume` its value `auto`: what follows it is a value only if it is `auto` or a folder."""
+@app.command(name="eval")
+def evaluate(
+    arguments: Arguments = None,
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(metavar="[auto|PATH]", help="Weights of a checkpoint or run; without it the model of the config."),
+    ] = None,
+) -> None:
+    """Score a model on the held-out prompts.
+
+    `fastrl eval runs/first/config.yaml --checkpoint runs/first` scores the newest checkpoint of a run.
+    """
+    loaded = load_arguments(arguments)
+    from fastrl.trainer.loop import run_evaluation
+
+    run_evaluation(loaded, checkpoint=checkpoint)
+
+
+@app.command()
+def doctor() -> None:
+    """Check this installation.
+
+    Versions, devices, optional packages, kernels, disk space; exits with 1 when something that is needed is broken.
+    """
+    from fastrl.report.doctor import run_doctor
+
+    raise typer.Exit(0 if run_doctor() else EXIT_FAILURE)
+
+
+@app.command()
+def config(
+    key: Annotated[
+        str | None, typer.Option("--explain", metavar="KEY", help="Describe one key or a section: optim.lr, optim.")
+    ] = None,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema, for editors.")] = False,
+    docs: Annotated[bool, typer.Option("--docs", help="Print every key as Markdown.")] = False,
+    arguments: Arguments = None,
+) -> None:
+    """Explain keys, or print a whole configuration.
+
+    Without options: print every value that CONFIG files and overrides result in.
+    """
+    from fastrl.config import explain
+
+    if key is not None:
+        print(explain.explain(key))
+    elif schema:
+        print(explain.json_schema())
+    elif docs:
+        print(explain.markdown(), end="")
+    elif arguments:
+        from fastrl.config import dump_config
+
+        print(dump_config(load_arguments(arguments, only_look=True).config), end="")
+    else:
+        print(explain.overview())
+
+
+@app.command()
+def plot(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Run folders, or names under runs/.")],
+    out: Annotated[
+        str | None, typer.Option("--out", "-o", metavar="FILE", help="Picture to write (.png, .svg, .pdf).")
+    ] = None,
+) -> None:
+    """Draw the training curves of one or several runs."""
+    from fastrl.report.plots import plot_runs
+
+    folders = [run_folder(name) for name in runs]
+    target = Path(out) if out else folders[0] / "curves.png"
+    plot_runs(folders, target)
+    print(f"wrote {target}")
+
+
+@app.command()
+def export(
+    run: Run,
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="New folder for the model.", show_default=False)],
+) -> None:
+    """Write a run's model as a Hugging Face folder.
+
+    The newest checkpoint of RUN is taken.
+    """
+    from fastrl.trainer.export import export_run
+
+    export_run(run_folder(run), Path(folder))
+    print(f"wrote {folder}")
+
+
+@app.command()
+def rollouts(
+    run: Run,
+    step: Annotated[int | None, typer.Option(metavar="N", help="Show this step; the last one by default.")] = None,
+    limit: Annotated[int, typer.Option(metavar="N", min=1, help="Show at most so many samples.")] = 8,
+    sort: Annotated[str, typer.Option(metavar="written|best|worst", help="Which samples come first.")] = "written",
+) -> None:
+    """Show what the model wrote: prompt, response, score."""
+    from fastrl.report.samples import show_rollouts
+
+    show_rollouts(run_folder(run), step=step, limit=limit, sort=sort)
+
+
+def expand_optional_values(arguments: Sequence[str]) -> list[str]:
+    """Give a bare `--resume` or `--checkpoint` its value `auto`: no option, configuration or override is its value."""
     result = list(arguments)
     for index, argument in enumerate(result):
-        if argument == "--resume":
+        if argument in {"--resume", "--checkpoint"}:
             following = result[index + 1] if index + 1 < len(result) else ""
-            if following == "auto" or os.path.isdir(following):
-                continue
-            if (
-                following
-                and not following.startswith("-")
-                and "=" not in following
-                and not following.endswith((".yaml", ".yml"))
-            ):
-                continue
-            result[index] = "--resume=auto"
+            no_value = not following or following.startswith("-") or following.endswith((".yaml", ".yml"))
+            if no_value or ("=" in following and not os.path.exists(following)):
+                result[index] = f"{argument}=auto"
     return result
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code; deliberate errors become a message without a traceback."""
     try:
-        result = app(args=expand_resume(arguments), prog_name="fastrl", standalone_mode=False)
+        result = app(args=expand_optional_values(arguments), prog_name="fastrl", standalone_mode=False)
         return result if isinstance(result, int) else 0
     except FastRLError as error:
         print(error, file=sys.stderr)
@@ -131,12 +240,14 @@ def run(arguments: Sequence[str]) -> int:
         error.show()  # type: ignore[attr-defined]
         return EXIT_USAGE
     except BrokenPipeError:
+        # The reader has gone (`fastrl config --schema | head`): nothing more can be said, not even at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        return EXIT_FAILURE
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the console script."""
-    if "" not in sys.path and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # `python:module:function` rewards are found beside the configuration
+    here = os.getcwd()
+    if "" not in sys.path and here not in sys.path:
+        sys.path.insert(0, here)  # `python:module:function` rewards are found beside the configuration
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))

@@ -1,48 +1,24 @@
-"""Rules between keys: each looks at the whole configuration and names the keys it is about."""
+"""Rules between keys: each looks at the whole configuration and names the keys it is about.
+
+A rule is a generator function in one of the `rules_*` modules. It is only asked when every single value has the right
+type, and what it finds is dropped when one of its keys is already known to be wrong.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-
+from fastrl.config import rules_algorithm, rules_data, rules_run
+from fastrl.config.findings import Finding, Rule, Subject
 from fastrl.config.schema import Config
 
-
-@dataclass(frozen=True)
-class Finding:
-    """A broken rule. `keys` are the dotted keys it is about, the one to look at first in front."""
-
-    keys: tuple[str, ...]
-    text: str
-    warning: bool = False
-
-
-@dataclass(frozen=True)
-class Subject:
-    """What a rule looks at: the configuration and the dotted keys that somebody wrote down."""
-
-    config: Config
-    set_keys: frozenset[str]
-
-
-Rule = Callable[[Subject], Iterator[Finding]]
+RULES: tuple[Rule, ...] = (*rules_run.RULES, *rules_data.RULES, *rules_algorithm.RULES)
 
 
 def check(config: Config, set_keys: frozenset[str]) -> list[Finding]:
-    """Everything that the rules find in a configuration whose single values are right."""
+    """Everything that the rules find in a configuration whose single values are right.
+
+    Args:
+        config: the configuration.
+        set_keys: dotted keys that somebody wrote down (the others have their defaults).
+    """
     subject = Subject(config, set_keys)
     return [finding for rule in RULES for finding in rule(subject)]
-
-
-def training_length(subject: Subject) -> Iterator[Finding]:
-    """Exactly one of optim.total_steps and optim.total_epochs."""
-    optim = subject.config.optim
-    keys = ("optim.total_steps", "optim.total_epochs")
-    if optim.total_steps is None and optim.total_epochs is None:
-        yield Finding(keys, "optim.total_steps: how long to train? set optim.total_steps or optim.total_epochs")
-    elif optim.total_steps is not None and optim.total_epochs is not None:
-        text = f"optim.total_steps = {optim.total_steps} and optim.total_epochs = {optim.total_epochs:g} are both set: keep one (null unsets the other)"
-        yield Finding(keys, text)
-
-
-RULES: tuple[Rule, ...] = (training_length,)

@@ -15,7 +15,7 @@ from pydantic_core import PydanticUndefined
 
 from fastrl.config.schema import Config
 
-_LIMITS = {
+_LIMITS: dict[type, tuple[str, str]] = {
     annotated_types.Ge: (">=", "ge"),
     annotated_types.Gt: (">", "gt"),
     annotated_types.Le: ("<=", "le"),

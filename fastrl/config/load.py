@@ -60,7 +60,11 @@ class LoadedConfig:
 
 
 def load_config(
-    paths: Sequence[str | Path], overrides: Sequence[str] = (), *, cross_check: bool = True
+    paths: Sequence[str | Path],
+    overrides: Sequence[str] = (),
+    *,
+    cross_check: bool = True,
+    only_look: bool = False,
 ) -> LoadedConfig:
     """Compose files and overrides into a checked configuration.
 
@@ -68,6 +72,7 @@ def load_config(
         paths: YAML files, later ones win; none at all gives the defaults.
         overrides: `section.key=value` texts, later ones win; values are read as YAML.
         cross_check: also apply the rules between keys and look for the files and functions that are named.
+        only_look: a package that is missing here is a warning, not an error (the run may be for another machine).
 
     Returns:
         The configuration, the position of every value that was set, and the warnings.
@@ -83,10 +88,10 @@ def load_config(
     problems += found
     warnings: list[str] = []
     if cross_check and all(document.readable for document in documents):
-        for finding in checks.check(config, frozenset(_set_keys(spots))):
+        for finding in checks.check(config, _changed_keys(config, spots)):
             if not _spoiled(finding.keys, problems):
                 problem = Problem(_finding_source(finding.keys, spots, paths), finding.text)
-                if finding.warning:
+                if finding.kind == "warning" or (finding.kind == "missing_package" and only_look):
                     warnings.append(str(problem))
                 else:
                     problems.append(problem)
@@ -110,21 +115,22 @@ def _read_override(text: str) -> Document:
     if not equals or not all(path) or len(path) < 2:
         problem = Problem(source, f"{text}: an override is written section.key=value, as in optim.lr=1e-5")
         return Document(COMMAND_LINE, {}, {}, [problem])
-    leaf = leaves().get(".".join(path[:2]))
-    value = parse_value(value_text)
-    takes_text = leaf is not None and len(path) == 2 and leaf.accepts(str)
-    if (
-        takes_text
-        and value is not None
-        and not isinstance(value, str)
-        and not (isinstance(value, list) and leaf and leaf.accepts(list))
-    ):
-        value = value_text
+    value = _override_value(path, value_text)
     spots: dict[KeyPath, Spot] = {path[: depth + 1]: Spot(source, source) for depth in range(len(path))}
     data: Any = value
     for key in reversed(path):
         data = {key: data}
     return Document(COMMAND_LINE, data, spots, [])
+
+
+def _override_value(path: tuple[str, ...], text: str) -> Any:
+    """The value as YAML reads it; a key that takes text gets the text (the shell has removed the quotes)."""
+    value = parse_value(text)
+    leaf = leaves().get(".".join(path))
+    if leaf is None or value is None or not leaf.accepts(str):
+        return value
+    fits = isinstance(value, str) or (isinstance(value, list) and leaf.accepts(list))
+    return value if fits else text
 
 
 def _compose(documents: Iterable[Document]) -> tuple[dict[str, Any], dict[KeyPath, Spot]]:
@@ -154,8 +160,17 @@ def _merge(
             spots[here] = new_spots[here]
 
 
-def _set_keys(spots: dict[KeyPath, Spot]) -> Iterable[str]:
-    return (".".join(str(part) for part in path) for path in spots if len(path) >= 2)
+def _changed_keys(config: Config, spots: dict[KeyPath, Spot]) -> frozenset[str]:
+    """Keys that were written with another value than their default; a written default asks for nothing."""
+    values = config.model_dump()
+    known = leaves()
+    names = {f"{path[0]}.{path[1]}" for path in spots if len(path) >= 2}
+    return frozenset(name for name in names if name in known and _value(values, name) != known[name].default)
+
+
+def _value(values: dict[str, Any], name: str) -> Any:
+    section, key = name.split(".")
+    return values[section][key]
 
 
 # ---- validating
@@ -233,20 +248,17 @@ def _remove(data: dict[str, Any], path: KeyPath) -> None:
 def _spoiled(keys: Sequence[str], problems: Sequence[Problem]) -> bool:
     """Whether a rule about `keys` says nothing, because one of them is already known to be wrong."""
     for problem in problems:
-        about = (problem.key or "", *problem.related)
-        if any(
-            key == name or key.startswith(f"{name}.") or name.startswith(f"{key}[")
-            for key in keys
-            for name in about
-            if name
-        ):
+        about = [name.split("[")[0] for name in (problem.key or "", *problem.related) if name]
+        if any(key.split("[")[0] == name or key.startswith(f"{name}.") for key in keys for name in about):
             return True
     return False
 
 
 def _finding_source(keys: Sequence[str], spots: dict[KeyPath, Spot], paths: Sequence[str | Path]) -> Source:
     for key in keys:
-        if spot := spots.get(tuple(key.split("."))):
+        name, _, item = key.partition("[")
+        path: KeyPath = (*name.split("."), *([int(item[:-1])] if item else []))
+        if spot := spots.get(path) or spots.get(path[:2]):
             return spot.value
     return Source(str(paths[-1])) if paths else Source("defaults")
 
