@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as torch_dist
 from torch import Tensor
 
 Tensors = TypeVar("Tensors", dict[str, Tensor], list[Tensor])
+Result = TypeVar("Result")
 
 
 def is_distributed() -> bool:
@@ -113,3 +115,19 @@ def broadcast_object(value: Any, source: int = 0) -> Any:
     box = [value]
     torch_dist.broadcast_object_list(box, src=source)
     return box[0]
+
+
+def on_rank_zero(function: Callable[[], Result]) -> Result:
+    """Calls `function` on rank 0 only; every rank returns its result or raises its exception."""
+    if not is_distributed():
+        return function()
+    outcome: Any = None
+    if rank() == 0:
+        try:
+            outcome = (function(), None)
+        except Exception as error:  # raised again below, on every rank
+            outcome = (None, error)
+    result, raised = broadcast_object(outcome)
+    if raised is not None:
+        raise raised
+    return result
