@@ -106,8 +106,8 @@ def clipped_policy_loss(
 
     Returns:
         PolicyLoss(loss, stats). stats are clip_high, clip_low, clip_dual (1 where that bound cuts the gradient), k1 =
-        old - new and k3 = rho - 1 - log rho (both estimate KL(old || new)), ratio: per token for "none"; masked means and
-        also ratio_max and num_tokens for "sum". float32 (float64 if an input is).
+        old - new and k3 = rho - 1 - log rho (both estimate KL(old || new)), ratio: per token for "none"; masked means
+        and also ratio_max and num_tokens for "sum". float32 (float64 if an input is).
 
     Raises:
         ValueError: a shape, dtype, device or option that is not allowed.

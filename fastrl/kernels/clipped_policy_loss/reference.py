@@ -85,8 +85,8 @@ def clipped_policy_loss_reference(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(loss, stats, d loss / d log_prob).
 
-    per_token: loss and gradient like log_prob, stats [6, *log_prob.shape]. Else: loss scalar, stats [8] = masked means of
-    the six, largest ratio, number of tokens; the gradient lacks the division by the number of tokens if `scale` is None.
+    per_token: loss and gradient like log_prob, stats [6, *log_prob.shape]. Else: loss scalar, stats [8] = masked means
+    of the six, largest ratio, number of tokens; the gradient lacks the division by that number if `scale` is None.
     """
     check_cu_seqlens_values("clipped_policy_loss", cu_seqlens, log_prob.numel())
     dtype = accumulate_dtype(log_prob, old_log_prob, advantages)

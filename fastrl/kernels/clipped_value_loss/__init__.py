@@ -84,8 +84,8 @@ def clipped_value_loss(
         loss = sum_s scale_s sum_t m w l                                   reduction "sum"
         loss_t = m w l                                                     reduction "none"
 
-    With huber_delta the squares (halved) become Huber's function. Gradients flow to values only. Values outside the mask
-    change nothing, NaN included.
+    With huber_delta the squares (halved) become Huber's function. Gradients flow to values only. Values outside the
+    mask change nothing, NaN included.
 
     Args:
         values: [T] or [B, T] float, of the critic now.
@@ -101,8 +101,9 @@ def clipped_value_loss(
             no part.
 
     Returns:
-        ValueLoss(loss, stats). stats are clip (1 where the clipped square is larger, so the gradient is cut) and abs_error
-        |v - R|: per token for "none"; masked means and also num_tokens for "sum". float32 (float64 if an input is).
+        ValueLoss(loss, stats). stats are clip (1 where the clipped square is larger, so the gradient is cut) and
+        abs_error |v - R|: per token for "none"; masked means and also num_tokens for "sum". float32 (float64 if an
+        input is).
 
     Raises:
         ValueError: a shape, dtype, device or option that is not allowed.

@@ -66,8 +66,8 @@ def clipped_value_loss_reference(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(loss, stats, d loss / d values).
 
-    per_token: loss and gradient like values, stats [2, *values.shape]. Else: loss scalar, stats [3] = masked means of the
-    two and the number of tokens; the gradient lacks the division by the number of tokens if `scale` is None.
+    per_token: loss and gradient like values, stats [2, *values.shape]. Else: loss scalar, stats [3] = masked means of
+    the two and the number of tokens; the gradient lacks the division by that number if `scale` is None.
     """
     check_cu_seqlens_values("clipped_value_loss", cu_seqlens, values.numel())
     dtype = accumulate_dtype(values, old_values, returns)

@@ -23,7 +23,8 @@ def _fake(
 
 _op = define_op(
     "group_normalize",
-    "(Tensor scores, Tensor group_id, Tensor? valid, bool scale_std, bool leave_one_out, int ddof, float eps) -> Tensor",
+    "(Tensor scores, Tensor group_id, Tensor? valid, bool scale_std, bool leave_one_out, int ddof, float eps) "
+    "-> Tensor",
     reference=group_normalize_reference,
     kernel="fastrl.kernels.group_normalize.kernel:group_normalize_triton",
     fake=_fake,
@@ -45,9 +46,9 @@ def group_normalize(
         A_i = (s_i - baseline_g) / (std_g + eps)        scale = "std"
         A_i =  s_i - baseline_g                         scale = "none"
 
-    baseline "mean" is the group mean, "leave_one_out" the mean of the *other* samples, (s_i - mean) n / (n - 1). A group
-    of one gets 0. A group without spread (range <= 1e-6 max(1, max |s|)) gets exactly 0. Data, not a loss: no gradient
-    flows. Variances are two-pass.
+    baseline "mean" is the group mean, "leave_one_out" the mean of the *other* samples, (s_i - mean) n / (n - 1). A
+    group of one gets 0. A group without spread (range <= 1e-6 max(1, max |s|)) gets exactly 0. Data, not a loss: no
+    gradient flows. Variances are two-pass.
 
     Args:
         scores: [S] float, one per sample.

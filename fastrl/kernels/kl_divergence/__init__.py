@@ -64,8 +64,8 @@ def kl_divergence(log_prob: torch.Tensor, ref_log_prob: torch.Tensor, *, kind: s
         k1 (kl)   x                abs              |x|
         k2 (mse)  x^2 / 2          k3 (low_var_kl)  clamp(e^y - y - 1, -10, 10),  y = clamp(-x, -20, 20)
 
-    A "+" behind a kind keeps its value and takes the gradient of k2, the one whose expectation is the gradient of the KL.
-    Where the gradient that arrives is 0 (a masked token), 0 leaves, NaN log-probs or not.
+    A "+" behind a kind keeps its value and takes the gradient of k2, the one whose expectation is the gradient of the
+    KL. Where the gradient that arrives is 0 (a masked token), 0 leaves, NaN log-probs or not.
 
     Args:
         log_prob: float, any shape, of the policy.

@@ -18,7 +18,7 @@ class MaskedStats(NamedTuple):
     """
 
     sum: torch.Tensor
-    count: torch.Tensor
+    count: torch.Tensor  # type: ignore[assignment]
     mean: torch.Tensor
     var: torch.Tensor
     min: torch.Tensor

@@ -1,4 +1,4 @@
-"""How far the trainer's log-probs are from those the engine sampled with: every metric from one pass over the tokens."""
+"""How far the trainer's log-probs are from those the engine sampled with: every metric from one pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .reference import MAXIMA, SUMS, mismatch_sums_reference
 class MismatchStats(NamedTuple):
     """Metrics of log w = clamp(log_prob - rollout_log_prob, -20, 20) over the mask, scalars; see `mismatch_stats`.
 
-    `sums` adds up and `maxima` takes the maximum over ranks or micro-batches; `MismatchStats.of` turns them into metrics.
+    `sums` add up and `maxima` take the maximum over ranks or micro-batches; `MismatchStats.of` makes metrics of them.
     """
 
     num_tokens: torch.Tensor
