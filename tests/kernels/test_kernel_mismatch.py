@@ -89,5 +89,5 @@ def test_pack_arguments_are_named():
         pack_weights([torch.ones(4)], torch.zeros(9), torch.bfloat16)
     with pytest.raises(ValueError, match=r"tensors\[0\] has dtype int64"):
         pack_weights([torch.ones(4, dtype=torch.int64)], torch.zeros(9), torch.float32)
-    with pytest.raises(ValueError, match="dtype = torch.int8"):
+    with pytest.raises(ValueError, match=r"dtype = torch\.int8"):
         pack_weights([torch.ones(4)], torch.zeros(9), torch.int8)
