@@ -1,0 +1,164 @@
+"""From scores to advantages: score placed, KL in the reward, correction, masks, estimator, whitening.
+
+Group statistics are taken over the samples of all ranks, whitening over the tokens of all ranks, both before any split.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastrl.algorithms.kl import FixedKL
+from fastrl.algorithms.registry import Entry
+from fastrl.algorithms.token_rewards import kl_in_reward, place_scores
+from fastrl.data.batch import FinishReason, RolloutBatch
+from fastrl.dist.collectives import all_reduce_sum
+from fastrl.kernels import kl_divergence, whiten
+from fastrl.trainer.metrics import Metrics
+from fastrl.trainer.normalizers import gather_own, reduce_one, sequence_sums
+
+SEQUENCE_DATA = ("scores", "group_id", "valid", "lengths", "greedy_scores", "sample_id")  # gathered over ranks
+
+
+@dataclass
+class AdvantageStage:
+    """Everything between rewards and updates. `kl_controller.value` is the beta that serves the current step."""
+
+    estimator: Entry
+    options: dict[str, Any]
+    whiten: bool
+    kl_controller: FixedKL
+    kl_kind: str = "k1"
+    correction: Entry | None = None
+    correction_options: dict[str, Any] = field(default_factory=dict)
+    overlong_masking: bool = False
+    overlong_leaves_baseline: bool = False
+
+    def __call__(self, batch: RolloutBatch, metrics: Metrics) -> RolloutBatch:
+        """The batch with token_level_scores, token_level_rewards, loss_mask, rollout_weight, advantages and returns."""
+        batch = self.rewards(batch, metrics)
+        batch = self.masks(batch, metrics)
+        if not self.corrects_last:
+            batch = self.correct(batch, metrics)
+        advantages, returns = self.estimate(batch)
+        if self.whiten:
+            advantages = whiten_over_ranks(advantages, batch.response_mask)
+        advantages = torch.where(batch.response_mask, advantages, torch.zeros_like(advantages))
+        batch = batch.with_(advantages=advantages, returns=returns)
+        if self.corrects_last:
+            batch = self.correct(batch, metrics)
+        loss_mask = batch.need("loss_mask")
+        metrics.add_moments("policy/advantage", advantages, loss_mask)
+        metrics.add_sum("policy/loss_tokens", loss_mask.sum())
+        metrics.add_sum("policy/masked_tokens", (batch.response_mask & ~loss_mask).sum())
+        metrics.add_sum("policy/masked_sequences", (sequence_sums(loss_mask, batch) == 0).sum())
+        return batch
+
+    def rewards(self, batch: RolloutBatch, metrics: Metrics) -> RolloutBatch:
+        """token_level_scores, and token_level_rewards with the KL to the reference taken off."""
+        valid = batch.need("valid")
+        scores = torch.where(valid, batch.need("scores"), torch.zeros_like(batch.need("scores")))
+        placed = place_scores(scores, batch.response_mask, batch.cu_seqlens)
+        rewards = placed
+        beta = self.kl_controller.value
+        if beta > 0:
+            kl = kl_divergence(batch.need("old_log_prob"), batch.need("ref_log_prob"), kind=self.kl_kind)
+            rewards = kl_in_reward(placed, kl, batch.response_mask, beta=beta)
+            per_sequence = sequence_sums(torch.where(batch.response_mask, kl, torch.zeros_like(kl)), batch)
+            lengths = sequence_sums(batch.response_mask, batch).clamp(min=1)
+            totals = all_reduce_sum(
+                {"kl": (per_sequence / lengths).sum(), "n": torch.tensor(float(batch.num_sequences))}
+            )
+            mean_kl, count = float(totals["kl"] / totals["n"].clamp(min=1)), int(totals["n"])
+            metrics.set("kl/reward", mean_kl)
+            metrics.set("kl/reward_coef", beta)
+            metrics.add_mean("reward/kl_penalty", beta * per_sequence)
+            self.kl_controller.update(mean_kl, count)
+        return batch.with_(scores=scores, token_level_scores=placed, token_level_rewards=rewards)
+
+    def masks(self, batch: RolloutBatch, metrics: Metrics) -> RolloutBatch:
+        """loss_mask without unscorable samples and, if asked for, overlong responses."""
+        kept = batch.need("valid")
+        baseline = kept
+        if self.overlong_masking:
+            kept = kept & (batch.finish_reason != int(FinishReason.length))
+            baseline = kept if self.overlong_leaves_baseline else baseline
+        return batch.with_(loss_mask=batch.response_mask & kept[batch.sequence_index], valid=baseline)
+
+    def correct(self, batch: RolloutBatch, metrics: Metrics) -> RolloutBatch:
+        """rollout_weight, and loss_mask after rejections, where the old pass ran. Rejected sequences leave the baseline."""
+        if self.correction is None or batch.old_log_prob is None or batch.rollout_log_prob is None:
+            return batch
+        data = {name: getattr(batch, name, None) for name in self.correction.data}
+        result = self.correction.call(data | {"reduce": reduce_one}, self.correction_options)
+        record(result.stats, metrics)
+        keep = result.keep
+        rejected = (sequence_sums(batch.response_mask, batch) > 0) & (sequence_sums(keep, batch) == 0)
+        return batch.with_(
+            rollout_weight=result.weight, loss_mask=batch.need("loss_mask") & keep, valid=batch.need("valid") & ~rejected
+        )
+
+    @property
+    def corrects_last(self) -> bool:
+        """True when the rejection looks at advantages and so comes after the estimator."""
+        return self.correction is not None and self.correction.complete(self.correction_options).get("off_policy_delta") is not None
+
+    def estimate(self, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
+        """The estimator's (advantages [T], returns [T]), unwhitened."""
+        if self.estimator.level == "sequence":
+            per_sequence = self.sequence_advantages(batch)
+            spread = per_sequence[batch.sequence_index]
+            advantages = torch.where(batch.response_mask, spread, torch.zeros_like(spread))
+            return advantages, advantages
+        data = {name: getattr(batch, name, None) for name in self.estimator.data}
+        if "lengths" in data:
+            data["lengths"] = sequence_sums(batch.response_mask, batch)
+        return self.estimator.call(data, self.options)
+
+    def sequence_advantages(self, batch: RolloutBatch) -> Tensor:
+        """Advantages [S] of this rank, from the scalars of all ranks."""
+        columns = {name: getattr(batch, name, None) for name in SEQUENCE_DATA}
+        columns["lengths"] = sequence_sums(batch.response_mask, batch)
+        if "components" in self.estimator.data:
+            columns |= {f"component/{name}": value for name, value in (batch.components or {}).items()}
+        present = {name: value for name, value in columns.items() if value is not None}
+        gathered, own = gather_own(list(present.values()))
+        data: dict[str, Any] = dict(zip(present, gathered))
+        if "components" in self.estimator.data:
+            data["components"] = {
+                n.removeprefix("component/"): data.pop(n) for n in list(data) if n.startswith("component/")
+            }
+        return self.estimator.call(data, self.options)[own]
+
+
+def whiten_over_ranks(values: Tensor, mask: Tensor) -> Tensor:
+    """(x - mean) / sqrt(var + 1e-8) with mean and variance (ddof 1, two-pass) over the masked tokens of all ranks.
+
+    Fewer than two tokens: x - mean. All [T].
+    """
+    kept = torch.where(mask, values, torch.zeros_like(values)).double()
+    first = all_reduce_sum({"sum": kept.sum(), "count": mask.sum().double()})
+    mean = first["sum"] / first["count"].clamp(min=1)
+    deviation = torch.where(mask, kept - mean, torch.zeros_like(kept))
+    squares = all_reduce_sum({"squares": (deviation * deviation).sum()})["squares"]
+    enough = first["count"] > 1
+    variance = torch.where(enough, squares / (first["count"] - 1).clamp(min=1), torch.ones_like(squares))
+    eps = torch.where(enough, 1e-8, 0.0)
+    return whiten(values, mask, mean=mean.to(values.dtype), var=(variance + eps).to(values.dtype), eps=0.0)
+
+
+def record(stats: dict[str, tuple[Tensor, Tensor]], metrics: Metrics) -> None:
+    """Counted statistics (sum, count) of a correction, under `mismatch/`."""
+    for name, (total, count) in stats.items():
+        metrics.add(CORRECTION_STATS.get(name, f"mismatch/{name}"), total, count)
+
+
+CORRECTION_STATS = {
+    "truncated_tokens": "mismatch/clipped_fraction",
+    "masked_tokens": "mismatch/clipped_fraction",
+    "rollout_weight": "mismatch/applied_weight/mean",
+    "tokens_without_log_prob": "mismatch/missing_fraction",
+}

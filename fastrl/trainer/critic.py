@@ -1,0 +1,76 @@
+"""The value model: values of a batch before its update, and its update."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from fastrl.algorithms.value_loss import value_loss
+from fastrl.data.batch import RolloutBatch
+from fastrl.data.packing import MicroBatch
+from fastrl.dist.collectives import any_rank, world_size
+from fastrl.models.forward import trunk_rows
+from fastrl.trainer.losses import OptimizerBatch
+from fastrl.trainer.metrics import Metrics
+from fastrl.trainer.optim import Optimizer, record_update
+from fastrl.trainer.precision import autocast
+
+
+class Critic:
+    """The policy's trunk class with a scalar head; V_t is read from the row that predicts token t."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        dtype: torch.dtype,
+        value_clip: float | None = 0.5,
+        huber_delta: float | None = None,
+    ) -> None:
+        self.model, self.optimizer, self.dtype = model, optimizer, dtype
+        self.value_clip, self.huber_delta = value_clip, huber_delta
+
+    def rows(self, micro: MicroBatch, index: Tensor) -> Tensor:
+        """Values of the trunk rows `index` [N], in the masters' type."""
+        with autocast(self.dtype, micro.input_ids.device):
+            hidden = trunk_rows(self.model, micro)[index]
+        head = self.model.value_head
+        return head(hidden.to(head.weight.dtype)).squeeze(-1)
+
+    @torch.no_grad()
+    def values(self, batch: RolloutBatch, micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
+        """Values [T], and bootstrap values [S] where the micro-batches carry rows for them (0 elsewhere)."""
+        head = self.model.value_head.weight
+        values = torch.zeros(batch.num_tokens, device=head.device, dtype=head.dtype)
+        out = {"values": values}
+        for micro in micro_batches:
+            both = self.rows(micro, torch.cat([micro.head_index, micro.bootstrap_index]))
+            values[micro.token_index] = both[: micro.num_tokens]
+            if micro.bootstrap_index.numel():
+                bootstrap = out.setdefault("bootstrap_values", values.new_zeros(batch.num_sequences))
+                bootstrap[micro.bootstrap_sequence] = both[micro.num_tokens :]
+        return out
+
+    def update(self, members: OptimizerBatch, micro_batches: Sequence[MicroBatch], metrics: Metrics) -> bool:
+        """One optimizer update; loss = 1/2 sum_t scale_t max((V - R)^2, (clip(V) - R)^2) over response tokens."""
+        batch = members.batch
+        total = torch.zeros((), device=members.scale.device, dtype=members.scale.dtype)
+        for micro in micro_batches:
+            index = micro.token_index
+            mask = members.scale[index] != 0
+            old, returns = batch.need("values")[index], batch.need("returns")[index]
+            values = self.rows(micro, micro.head_index)
+            token_loss = value_loss(values, old, returns, value_clip=self.value_clip, huber_delta=self.huber_delta)
+            loss = torch.where(mask, token_loss.loss * members.scale[index], torch.zeros_like(values)).sum()
+            loss.backward()
+            total += loss.detach()
+            metrics.add_mean("value/clip_fraction", token_loss.stats["clip"], mask)
+        finite = not any_rank(not bool(torch.isfinite(total)))
+        lr = self.optimizer.lr
+        norm, applied = self.optimizer.step(finite)
+        metrics.add("value/loss", total, 1 / world_size())
+        record_update(metrics, "critic_", self.optimizer, norm, lr, applied)
+        return applied

@@ -1,0 +1,258 @@
+"""The loop. `Trainer.step` names every stage in order; each stage lives in a file of its own.
+
+generate -> old log-prob -> reference log-prob -> values -> reward -> advantage -> update critic -> update actor ->
+sync weights -> log. What the plan does not ask for does not run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fastrl.config.schema import Config
+from fastrl.data.batch import RolloutBatch
+from fastrl.data.packing import MicroBatch, pack, plan_optimizer_batches
+from fastrl.data.prompts import Prompt, PromptCursor
+from fastrl.dist.collectives import all_gather_rows, world_size
+from fastrl.rollout.engine import Engine
+from fastrl.rollout.seeds import sample_seed
+from fastrl.trainer.actor import Actor, PolicyModel
+from fastrl.trainer.advantage import AdvantageStage
+from fastrl.trainer.critic import Critic
+from fastrl.trainer.generation import Generator, RefillSettings, ScoredSample, build_batch, fill_batch
+from fastrl.trainer.losses import OptimizerBatch
+from fastrl.trainer.metrics import Metrics
+from fastrl.trainer.normalizers import keep_rows, optimizer_batch
+from fastrl.trainer.observe import batch_metrics, mismatch_metrics
+from fastrl.trainer.plan import Plan
+from fastrl.trainer.selection import EntropyController, select_tokens
+from fastrl.trainer.validation import Validator
+
+
+@dataclass
+class Parts:
+    """Everything a trainer drives, built by `fastrl.trainer.setup` from the configuration."""
+
+    config: Config
+    plan: Plan
+    actor: Actor
+    reference: PolicyModel | None
+    critic: Critic | None
+    engine: Engine
+    generator: Generator
+    cursor: PromptCursor
+    advantages: AdvantageStage
+    entropy: EntropyController
+    validator: Validator | None
+    metrics: Metrics
+    device: torch.device
+    total_steps: int
+    num_overlong_prompts: int = 0
+
+
+Packed = list[tuple[Tensor, list[MicroBatch]]]  # per optimizer batch: its sequences and their micro-batches
+
+
+class Observer(Protocol):
+    """Who is told what a run does: console, files, trackers. Called on every rank with equal numbers."""
+
+    def step(self, number: int, values: dict[str, float], batch: RolloutBatch, samples: list[ScoredSample]) -> None:
+        """A finished training step."""
+
+    def validation(self, number: int, values: dict[str, float], samples: list[ScoredSample]) -> None:
+        """A finished validation after `number` training steps."""
+
+
+class Trainer:
+    """One rank of a run. `fit` trains; `step_number` counts finished steps, `version` the weight updates of the engine."""
+
+    def __init__(self, parts: Parts, observer: Observer, checkpoint: Callable[[float | None], None]) -> None:
+        self.parts, self.config, self.plan = parts, parts.config, parts.plan
+        self.observer, self.checkpoint = observer, checkpoint
+        self.metrics = parts.metrics
+        self.step_number = 0
+        self.version = 0
+        self.samples: list[ScoredSample] = []
+
+    def fit(self) -> None:
+        """Train until `total_steps`; validate and save when due, and at the end."""
+        run, total = self.config.run, self.parts.total_steps
+        if run.validate_before_training and self.step_number == 0:
+            self.validate()
+        score: float | None = None
+        while self.step_number < total:
+            batch, values = self.step()
+            self.observer.step(self.step_number, values, batch, self.samples)
+            last = self.step_number == total
+            if last or is_due(self.step_number, run.validation_every_steps):
+                score = self.validate()
+            if last or is_due(self.step_number, run.checkpoint_every_steps):
+                self.checkpoint(score)
+                score = None
+
+    def validate(self) -> float | None:
+        """Score the held-out prompts, if there are any; returns their mean."""
+        if self.parts.validator is None:
+            return None
+        with self.metrics.timer("validate"):
+            samples = self.parts.validator.run(self.metrics)
+        values = self.metrics.reduce()
+        self.observer.validation(self.step_number, values, samples)
+        return values.get("val/mean")
+
+    def step(self) -> tuple[RolloutBatch, dict[str, float]]:
+        """One training step; returns its batch and its reduced metrics."""
+        parts, plan, timer, started = self.parts, self.plan, self.metrics.timer, time.perf_counter()
+        with timer("generate"):
+            batch = self.generate()
+        packed = self.pack(batch)
+        if plan.old_log_prob:
+            with timer("old_log_prob"):
+                batch = self.old_log_prob(batch, packed)
+        if parts.reference is not None:
+            with timer("reference"):
+                rows = parts.reference.log_prob(batch, flatten(packed))
+                batch = batch.with_(ref_log_prob=rows["log_prob"])
+        if parts.critic is not None:
+            with timer("values"):
+                batch = batch.with_(**parts.critic.values(batch, self.value_passes(batch, packed)))
+        with timer("advantage"):
+            batch = parts.advantages(batch, self.metrics)
+        if parts.critic is not None:
+            with timer("update_critic"):
+                self.update_critic(batch, packed)
+        if self.step_number >= self.config.critic.warmup_steps or parts.critic is None:
+            with timer("update_actor"):
+                self.update_actor(batch, packed)
+        with timer("sync_weights"):
+            self.sync_weights()
+        self.step_number += 1
+        return batch, self.close_step(batch, started)
+
+    def generate(self) -> RolloutBatch:
+        """Prompts x samples, scored; dynamic sampling refills here."""
+        a = self.config.algorithm
+        refill = (
+            RefillSettings(a.dynamic_sampling_metric, a.max_refills, a.on_exhausted) if a.dynamic_sampling else None
+        )
+        number = self.step_number + 1
+        samples = fill_batch(
+            self.parts.generator,
+            self.take,
+            self.config.rollout.num_prompts_per_step,
+            step=number,
+            refill=refill,
+            metrics=self.metrics,
+        )
+        dtype = torch.float64 if self.config.run.dtype == "float64" else torch.float32
+        self.samples = samples
+        return build_batch(samples, dtype=dtype).to(self.parts.device)
+
+    def take(self, number: int) -> list[Prompt]:
+        """The next prompts; at an epoch's end the ones that are left."""
+        return self.parts.cursor.take_batch(number)
+
+    def pack(self, batch: RolloutBatch) -> Packed:
+        """Optimizer batches by whole prompts in a seeded order, each split into micro-batches; all passes share them."""
+        run = self.config.run
+        seed = sample_seed(run.seed, self.step_number + 1, 0, 0) % 2**31
+        groups = all_gather_rows(batch.group_id)
+        plans = plan_optimizer_batches(
+            batch.group_id, num_updates=self.plan.updates_per_step, seed=seed, all_group_id=groups
+        )
+        return [
+            (members, pack(batch, members, max_tokens=run.max_tokens_per_microbatch, share_prompts=run.share_prompts))
+            for members in plans
+        ]
+
+    def value_passes(self, batch: RolloutBatch, packed: Packed) -> list[MicroBatch]:
+        """The micro-batches of the values pass; with bootstrapping, a row more per truncated response."""
+        if not self.plan.bootstrap:
+            return flatten(packed)
+        run, truncated = self.config.run, batch.finish_reason == 1
+        pieces = [
+            pack(
+                batch,
+                members,
+                max_tokens=run.max_tokens_per_microbatch,
+                share_prompts=run.share_prompts,
+                extra_row=truncated,
+            )
+            for members, _ in packed
+        ]
+        return [micro for piece in pieces for micro in piece]
+
+    def old_log_prob(self, batch: RolloutBatch, packed: Packed) -> RolloutBatch:
+        """Log-probs (with entropies and sums of squares if needed) before the first update on this batch."""
+        want = {"want_entropy": self.plan.old_entropy, "want_sum_sq": self.plan.sum_sq}
+        rows = self.parts.actor.log_prob(batch, flatten(packed), **want)
+        return batch.with_(old_log_prob=rows["log_prob"], old_entropy=rows.get("entropy"), sum_sq=rows.get("sum_sq"))
+
+    def members(self, batch: RolloutBatch, sequences: Tensor, mask: Tensor) -> OptimizerBatch:
+        """An optimizer batch with its scale from counts over all ranks."""
+        a = self.config.algorithm
+        factor = a.loss_scale_factor or float(self.config.rollout.max_response_tokens)
+        return optimizer_batch(
+            batch,
+            sequences,
+            mask,
+            loss_agg_mode=a.loss_agg_mode,
+            loss_scale_factor=factor,
+            entropy_coef=self.parts.entropy.value,
+        )
+
+    def update_critic(self, batch: RolloutBatch, packed: Packed) -> None:
+        """The critic's epochs over the batch; its loss is over all sampled tokens."""
+        critic = self.parts.critic
+        assert critic is not None
+        mask = batch.response_mask & batch.need("valid")[batch.sequence_index]
+        for _ in range(self.config.critic.num_epochs_per_batch or self.plan.epochs_per_batch):
+            for sequences, micro_batches in packed:
+                members = self.members(
+                    batch, sequences, batch.response_mask & batch.need("valid")[batch.sequence_index]
+                )
+                critic.update(members, micro_batches, self.metrics)
+
+    def update_actor(self, batch: RolloutBatch, packed: Packed) -> None:
+        """The policy's epochs over the batch; the first forward of each token also gives the mismatch."""
+        actor, mask = self.parts.actor, batch.need("loss_mask")
+        first = torch.full_like(batch.need("advantages"), float("nan"))
+        for epoch in range(self.plan.epochs_per_batch):
+            for sequences, micro_batches in packed:
+                chosen, members = mask, self.members(batch, sequences, mask)
+                if self.plan.selection and members.num_tokens:
+                    members, chosen = select_tokens(self, members, micro_batches, mask, actor.optimizer.updates)
+                if not members.num_tokens:
+                    self.metrics.add_sum("data/empty_updates", 1 / world_size())
+                    continue
+                kept = [micro for micro in (keep_rows(m, chosen) for m in micro_batches) if micro is not None]
+                actor.update(members, kept, first if epoch == 0 else torch.empty_like(first), self.metrics)
+        mismatch_metrics(batch, first if batch.old_log_prob is None else batch.old_log_prob, self.metrics)
+
+    def sync_weights(self) -> None:
+        """Hand the new weights to the engine."""
+        self.version += 1
+        self.parts.engine.update_weights(self.parts.actor.model, self.version)
+
+    def close_step(self, batch: RolloutBatch, started: float) -> dict[str, float]:
+        """The log boundary: the step's metrics as numbers."""
+        batch_metrics(batch, self.parts, self.metrics)
+        self.metrics.add_seconds("time/step_s", time.perf_counter() - started)
+        values = self.metrics.reduce()
+        self.parts.entropy.update(values.get("policy/entropy", float("nan")))
+        return values
+
+
+def is_due(step: int, every: int) -> bool:
+    """True at multiples of `every`; 0 is never."""
+    return every > 0 and step % every == 0
+
+
+def flatten(packed: Packed) -> list[MicroBatch]:
+    """All micro-batches, optimizer batch after optimizer batch."""
+    return [micro for _, micro_batches in packed for micro in micro_batches]

@@ -1,0 +1,102 @@
+"""The loss of the response tokens of one optimizer batch: policy term, KL, entropy, and the one division.
+
+    loss = sum_t scale_t ( w_t policy_t + kl_coef kl_t - entropy_coef H_t ),   scale_t = 0 where loss_mask is False
+
+`scale` comes from counts over the whole optimizer batch on all ranks, so no split into micro-batches can change it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastrl.algorithms.registry import Entry
+from fastrl.data.batch import RolloutBatch
+from fastrl.kernels import kl_divergence
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """What the loss of a run is made of; `options` are the keyword arguments of the policy loss."""
+
+    policy_loss: Entry
+    options: dict[str, Any]
+    kl_kind: str = "k3"
+    kl_coef: float = 0.0
+    kl_unbiased: bool = False
+    correction: Callable[..., Any] | None = (
+        None  # token weights from (old, rollout log-probs), for runs without an old pass
+    )
+
+
+@dataclass(frozen=True)
+class OptimizerBatch:
+    """One optimizer batch: the rollout batch it points into and the per-token scale."""
+
+    batch: RolloutBatch
+    sequences: Tensor  # [K] int64, the members
+    scale: Tensor  # [T] float, aggregation scale of the token's sequence, 0 where masked or not a member
+    num_tokens: int = 1  # tokens in the loss, all ranks
+    entropy_coef: float = 0.0
+    selection: Tensor | None = None  # [T] bool or float, made by a batch-level loss before its first forward
+
+
+def token_terms(
+    settings: LossSettings,
+    members: OptimizerBatch,
+    log_prob: Tensor,
+    entropy: Tensor | None,
+    index: Tensor,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Scaled loss [N] of the tokens `index` [N] (positions in the batch's [T]) and their statistics.
+
+    The sum over all tokens of all micro-batches and ranks is the loss of the optimizer batch.
+
+    Args:
+        log_prob: [N] float, current policy, with gradient.
+        entropy: [N] float or None.
+        index: [N] int64.
+        cu_seqlens: [K+1] borders of the sequences among the N rows; sequence-level losses need it.
+    """
+    batch, scale = members.batch, members.scale[index]
+    mask = scale != 0
+    old = log_prob.detach() if batch.old_log_prob is None else batch.old_log_prob[index]
+    rollout = None if batch.rollout_log_prob is None else batch.rollout_log_prob[index]
+    data = {
+        "log_prob": log_prob,
+        "old_log_prob": old,
+        "advantages": batch.need("advantages")[index],
+        "entropy": entropy,
+    }
+    data |= {"rollout_log_prob": rollout, "loss_mask": mask, "cu_seqlens": cu_seqlens}
+    stats: dict[str, Tensor] = {}
+    weight = None if batch.rollout_weight is None else batch.rollout_weight[index]
+    if weight is None and settings.correction is not None and rollout is not None:
+        weight = settings.correction(old, rollout, mask)
+    data["rollout_weight"] = weight
+    if members.selection is not None:
+        data["selection"] = members.selection[index]
+    result = settings.policy_loss.call(data, settings.options)
+    loss = result.loss if weight is None or "rollout_weight" in settings.policy_loss.data else result.loss * weight
+    stats |= result.stats | movement(log_prob.detach(), old)
+    if settings.kl_coef > 0:
+        kl = kl_divergence(log_prob, batch.need("ref_log_prob")[index], kind=settings.kl_kind)
+        if settings.kl_unbiased:
+            kl = kl * (log_prob - old).clamp(-20, 20).exp()
+        loss = loss + settings.kl_coef * kl
+        stats["kl"] = kl.detach()
+    if entropy is not None and members.entropy_coef:
+        loss = loss - members.entropy_coef * entropy
+    scaled = torch.where(mask, loss * scale, torch.zeros_like(loss))
+    return scaled, {name: value.detach() for name, value in stats.items()}
+
+
+def movement(log_prob: Tensor, old_log_prob: Tensor) -> dict[str, Tensor]:
+    """How far the policy moved from the old one, per token: k1 = -d and k3 = e^d - 1 - d with d = log_prob - old_log_prob."""
+    d = (log_prob - old_log_prob).clamp(-20, 20)
+    return {"k1": -d, "k3": torch.expm1(d) - d}

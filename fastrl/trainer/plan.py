@@ -1,0 +1,113 @@
+"""Which passes a step runs, and why: the union of what the estimator, the loss, the correction and the config need.
+
+A pass that nobody needs does not run; what is skipped is said in `describe`, which is printed before step 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fastrl.algorithms.registry import Entry, get_advantage, get_correction, get_policy_loss
+from fastrl.config.schema import Config
+from fastrl.trainer.roles import Role, needs_critic, needs_reference, roles_of
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The passes of a step. `reasons` maps a pass to the words for why it runs."""
+
+    old_log_prob: bool  # a forward of the policy before the first update on a batch
+    old_entropy: bool  # ... that also gives entropies
+    sum_sq: bool  # ... and sums of squared probabilities
+    reference: bool  # a forward of the frozen reference
+    critic: bool  # values before, value update after
+    bootstrap: bool  # one extra head row per truncated response
+    greedy: bool  # one extra greedy sample per prompt
+    selection: bool  # a no-gradient pass at the start of each optimizer batch
+    correction: bool  # rollout correction weights
+    gradient_in_forward: bool  # token-level loss: the head's gradient is made in its forward
+    updates_per_step: int
+    epochs_per_batch: int
+    roles: frozenset[Role]
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def on_policy(self) -> bool:
+        """True when every update's ratio is exactly 1 (one update on a fresh batch, no pass before it)."""
+        return not self.old_log_prob
+
+
+def make_plan(config: Config) -> Plan:
+    """The plan of a validated configuration."""
+    a = config.algorithm
+    advantage, loss = get_advantage(a.advantage), get_policy_loss(a.policy_loss)
+    correction = get_correction(a.correction)
+    reasons = old_log_prob_reasons(config, advantage, loss, correction)
+    needs = advantage.needs_with(a.advantage_options) | loss.needs_with(a.policy_loss_options)
+    selection = loss.select is not None or a.entropy_quantile is not None
+    bootstrap = bool(a.advantage_options.get("bootstrap_truncated", False))
+    return Plan(
+        old_log_prob=bool(reasons),
+        old_entropy="old_entropy" in needs or a.entropy_quantile is not None,
+        sum_sq="sum_sq" in needs,
+        reference=needs_reference(config),
+        critic=needs_critic(config),
+        bootstrap=bootstrap,
+        greedy="greedy_scores" in needs,
+        selection=selection,
+        correction=a.correction != "none",
+        gradient_in_forward=loss.level != "sequence",
+        updates_per_step=a.num_updates_per_step,
+        epochs_per_batch=a.num_epochs_per_batch,
+        roles=roles_of(config),
+        reasons={"old_log_prob": "; ".join(reasons)},
+    )
+
+
+def old_log_prob_reasons(config: Config, advantage: Entry, loss: Entry, correction: Entry) -> list[str]:
+    """Every reason to run the policy once before the first update; empty means the pass is skipped."""
+    a = config.algorithm
+    updates = a.num_updates_per_step * a.num_epochs_per_batch
+    reasons = []
+    if updates > 1:
+        reasons.append(f"{updates} updates per rollout batch")
+    if a.kl_reward_coef > 0:
+        reasons.append("KL in the reward")
+    chosen = (
+        ("advantage", advantage, a.advantage_options),
+        ("policy_loss", loss, a.policy_loss_options),
+        ("correction", correction, a.correction_options),
+    )
+    for what, entry, options in chosen:
+        for need in sorted(entry.needs_with(options) & {"old_log_prob", "old_entropy", "sum_sq", "pre_update_pass"}):
+            reasons.append(f"{what} = {entry.name} needs {need}")
+    if a.entropy_quantile is not None:
+        reasons.append("entropy_quantile selects tokens before the update")
+    return reasons
+
+
+def describe(config: Config) -> list[str]:
+    """The plan in plain words, one line per stage."""
+    plan, a, r = make_plan(config), config.algorithm, config.rollout
+    total = r.num_prompts_per_step * r.num_samples_per_prompt
+    extra = " + 1 greedy sample per prompt" if plan.greedy else ""
+    head = (
+        "gradient made in the forward"
+        if plan.gradient_in_forward
+        else "recomputed in the backward (sequence-level loss)"
+    )
+    prompts = "each prompt computed once per group" if config.run.share_prompts else "prompt repeated for each response"
+    lines = [
+        f"generate      {r.num_prompts_per_step} prompts x {r.num_samples_per_prompt} samples = {total} responses of up to {r.max_response_tokens} tokens{extra}",
+        f"old log-prob  {'runs: ' + plan.reasons['old_log_prob'] if plan.old_log_prob else 'skipped: one update per batch, ratio is exactly 1'}",
+        f"reference     {'runs: KL to the reference has a weight' if plan.reference else 'not loaded: no KL term'}",
+        f"values        {'critic runs: ' + a.advantage + ' needs values' if plan.critic else 'no critic: ' + a.advantage + ' needs no values'}",
+        f"reward        {' + '.join(config.reward.functions)}",
+        f"advantage     {a.advantage}",
+        f"update        {a.policy_loss}, {a.loss_agg_mode}, {plan.updates_per_step} update(s) x {plan.epochs_per_batch} epoch(s); head: {head}; {prompts}",
+    ]
+    if plan.critic and config.critic.warmup_steps:
+        lines.append(f"warm-up       only the critic learns in the first {config.critic.warmup_steps} steps")
+    if plan.correction:
+        lines.append(f"correction    {a.correction}")
+    return lines

@@ -1,0 +1,60 @@
+"""The parts a run is made of, and which of them a configuration asks for.
+
+A role that is not needed is never loaded. `roles_of(config)` is the whole decision.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from fastrl.algorithms.registry import get_advantage
+from fastrl.config.schema import Config
+
+
+class Role(Enum):
+    """What a group of weights or a worker does in the loop."""
+
+    Actor = "actor"  # the policy being trained
+    Rollout = "rollout"  # the engine that samples from the policy
+    ActorRollout = "actor_rollout"  # one module serves both (the embedded engine)
+    Critic = "critic"  # value model
+    RefPolicy = "ref_policy"  # frozen policy that the KL terms compare with
+    RewardModel = "reward_model"  # learned scorer
+    ActorRolloutRef = "actor_rollout_ref"  # one module serves all three (adapters that can be switched off)
+    Env = "env"  # environment of a multi-turn rollout
+    TeacherModel = "teacher_model"  # larger policy that is distilled
+
+
+def needs_critic(config: Config) -> bool:
+    """True when the advantage estimator reads values."""
+    return "values" in get_advantage(config.algorithm.advantage).needs
+
+
+def needs_reference(config: Config) -> bool:
+    """True when a KL term, in the reward or in the loss, has a weight."""
+    a = config.algorithm
+    return a.kl_loss_coef > 0 or a.kl_reward_coef > 0
+
+
+def needs_reward_model(config: Config) -> bool:
+    """True when a reward component is a learned scorer."""
+    return any(name.startswith("model:") for name in config.reward.functions)
+
+
+def needs_teacher(config: Config) -> bool:
+    """True when the advantage or the loss compares with a teacher."""
+    return "teacher" in get_advantage(config.algorithm.advantage).needs
+
+
+def roles_of(config: Config) -> frozenset[Role]:
+    """The roles that this configuration loads."""
+    roles = {Role.ActorRollout}
+    for role, needed in (
+        (Role.Critic, needs_critic(config)),
+        (Role.RefPolicy, needs_reference(config)),
+        (Role.RewardModel, needs_reward_model(config)),
+        (Role.TeacherModel, needs_teacher(config)),
+    ):
+        if needed:
+            roles.add(role)
+    return frozenset(roles)

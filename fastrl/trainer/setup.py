@@ -1,0 +1,318 @@
+"""From a configuration to the parts of a trainer. What the plan does not need is never loaded."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from fastrl.algorithms.kl import AdaptiveKL, FixedKL
+from fastrl.algorithms.registry import Entry, check_options, get_advantage, get_correction, get_policy_loss
+from fastrl.config.schema import Config
+from fastrl.data.prompts import PromptCursor, PromptSet, load_prompts
+from fastrl.models.load import load_critic, load_model, load_tokenizer, stop_token_ids
+from fastrl.rewards import RewardPool
+from fastrl.rollout.engine import Engine, SamplingParams
+from fastrl.rollout.native import NativeEngine
+from fastrl.trainer.actor import Actor, PolicyModel
+from fastrl.trainer.advantage import AdvantageStage
+from fastrl.trainer.critic import Critic
+from fastrl.trainer.generation import Generator
+from fastrl.trainer.loop import Parts
+from fastrl.trainer.losses import LossSettings
+from fastrl.trainer.metrics import Metrics
+from fastrl.trainer.optim import Optimizer, Schedule, total_updates
+from fastrl.trainer.plan import Plan, make_plan
+from fastrl.trainer.precision import compute_dtype, resolve_device
+from fastrl.trainer.selection import EntropyController
+from fastrl.trainer.validation import Validator
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, NumPy and torch; the trainer's own draws are addressed by (seed, step, ...) and need none of these."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def build(config: Config, *, progress: Callable[[str, int, int], None] | None = None, metrics: Metrics | None = None) -> Parts:
+    """Load models and data and put the trainer's parts together. Raises a FastRLError that names the key to change."""
+    if config.run.num_threads is not None:
+        torch.set_num_threads(config.run.num_threads)
+    seed_everything(config.run.seed)
+    plan, device, dtype = make_plan(config), resolve_device(config.run.device), compute_dtype(config.run.dtype)
+    m = config.model
+    tokenizer = load_tokenizer(
+        m.tokenizer_path or m.path, revision=m.revision, trust_remote_code=m.trust_remote_code, chat_template=m.chat_template
+    )
+    train, validation = load_data(config, tokenizer)
+    cursor = PromptCursor(train, seed=config.run.seed, shuffle=config.data.shuffle)
+    total_steps = number_of_steps(config, len(train))
+    model = load_policy(config, dtype, device)
+    schedule = actor_schedule(config, plan, total_steps)
+    actor = Actor(
+        model,
+        make_optimizer(config, model, schedule, "policy", config.optim.weight_decay, config.optim.max_grad_norm),
+        loss_settings(config),
+        temperature=config.rollout.temperature,
+        dtype=dtype,
+        gradient_in_forward=plan.gradient_in_forward,
+    )
+    stop_ids = frozenset(stop_token_ids(model, tokenizer)) | frozenset(config.rollout.stop_token_ids)
+    engine = make_engine(config, model, tokenizer, stop_ids)
+    rewards = make_rewards(config)
+    generator = Generator(
+        engine,
+        tokenizer,
+        rewards,
+        sampling_params(config, stop_ids),
+        config.rollout.num_samples_per_prompt,
+        config.run.seed,
+        stop_ids,
+        plan.greedy,
+    )
+    if progress is not None:
+        generator.progress = partial(progress, "generate")
+    return Parts(
+        config=config,
+        plan=plan,
+        actor=actor,
+        reference=make_reference(config, plan, dtype, device),
+        critic=make_critic(config, plan, dtype, device, total_steps),
+        engine=engine,
+        generator=generator,
+        cursor=cursor,
+        advantages=advantage_stage(config),
+        entropy=EntropyController(config.algorithm.entropy_coef, config.algorithm.entropy_target),
+        validator=make_validator(config, generator, validation),
+        metrics=metrics or Metrics(),
+        device=device,
+        total_steps=total_steps,
+        num_overlong_prompts=train.num_overlong,
+    )
+
+
+def load_data(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[PromptSet, PromptSet | None]:
+    """Training and held-out prompts, rendered."""
+    d = config.data
+    shared: dict[str, Any] = {
+        "prompt_column": d.prompt_column,
+        "answer_column": d.answer_column,
+        "source_column": d.source_column,
+        "system_prompt": d.system_prompt,
+        "prompt_template": d.prompt_template,
+        "apply_chat_template": d.apply_chat_template,
+        "max_prompt_tokens": d.max_prompt_tokens,
+        "seed": config.run.seed,
+    }
+    train = load_prompts(d.train, tokenizer, split="train", options=d.train_options, max_prompts=d.max_prompts, **shared)
+    if d.validation is None:
+        return train, None
+    options = d.train_options | d.validation_options
+    limit = config.run.validation_max_prompts
+    return train, load_prompts(d.validation, tokenizer, split="validation", options=options, max_prompts=limit, **shared)
+
+
+def number_of_steps(config: Config, num_prompts: int) -> int:
+    """Training steps of the run: total_steps, or total_epochs x steps per epoch (the last partial batch is a step)."""
+    if config.optim.total_steps is not None:
+        return config.optim.total_steps
+    per_epoch = math.ceil(num_prompts / config.rollout.num_prompts_per_step)
+    return math.ceil(per_epoch * (config.optim.total_epochs or 1.0))
+
+
+def load_policy(config: Config, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """The policy (or a second, frozen copy of it)."""
+    m = config.model
+    return load_model(
+        m.path,
+        dtype=dtype,
+        device=device,
+        attention=m.attention,
+        revision=m.revision,
+        trust_remote_code=m.trust_remote_code,
+        gradient_checkpointing=m.gradient_checkpointing,
+    )
+
+
+def actor_schedule(config: Config, plan: Plan, total_steps: int) -> Schedule:
+    """The policy's schedule runs over its own updates: those after the critic's warm-up."""
+    o = config.optim
+    steps = total_steps - (config.critic.warmup_steps if plan.critic else 0)
+    total = total_updates(max(steps, 0), plan.updates_per_step, plan.epochs_per_batch)
+    return Schedule(o.lr, o.schedule, o.lr_warmup_updates, total, o.min_lr_ratio)
+
+
+def make_optimizer(config: Config, module: nn.Module, schedule: Schedule, name: str, weight_decay: float, max_grad_norm: float) -> Optimizer:
+    """AdamW with the run's moments and the model's own schedule, decay and clipping."""
+    o = config.optim
+    return Optimizer(
+        module,
+        schedule,
+        name=name,
+        betas=o.betas,
+        eps=o.eps,
+        weight_decay=weight_decay,
+        max_grad_norm=max_grad_norm,
+        max_skipped=o.max_skipped_updates,
+    )
+
+
+def make_critic(config: Config, plan: Plan, dtype: torch.dtype, device: torch.device, total_steps: int) -> Critic | None:
+    """The value model with its optimizer, or None."""
+    if not plan.critic:
+        return None
+    c, m = config.critic, config.model
+    model = load_critic(
+        c.path or m.path,
+        dtype=dtype,
+        device=device,
+        attention=m.attention,
+        revision=m.revision if c.path is None else None,
+        trust_remote_code=m.trust_remote_code,
+        gradient_checkpointing=m.gradient_checkpointing,
+    )
+    updates = total_updates(total_steps, plan.updates_per_step, c.num_epochs_per_batch or plan.epochs_per_batch)
+    schedule = Schedule(c.lr, config.optim.schedule, c.lr_warmup_updates, updates, config.optim.min_lr_ratio)
+    optimizer = make_optimizer(config, model, schedule, "critic", c.weight_decay, c.max_grad_norm)
+    return Critic(model, optimizer, dtype=dtype, value_clip=c.value_clip, huber_delta=c.huber_delta)
+
+
+def make_reference(config: Config, plan: Plan, dtype: torch.dtype, device: torch.device) -> PolicyModel | None:
+    """The frozen starting policy, or None."""
+    if not plan.reference:
+        return None
+    model = load_policy(config, dtype, device).requires_grad_(False)
+    return PolicyModel(model, temperature=config.rollout.temperature, dtype=dtype)
+
+
+def make_engine(config: Config, model: nn.Module, tokenizer: PreTrainedTokenizerBase, stop_ids: frozenset[int]) -> Engine:
+    """The generation engine; the embedded one samples from the policy's own module."""
+    return NativeEngine(
+        model,
+        tokenizer=tokenizer,
+        stop_token_ids=sorted(stop_ids),
+        kv_budget_tokens=config.rollout.kv_budget_tokens,
+        autocast_dtype=torch.bfloat16 if config.run.dtype == "bfloat16" else None,
+    )
+
+
+def sampling_params(config: Config, stop_ids: frozenset[int]) -> SamplingParams:
+    """How training samples are drawn."""
+    r = config.rollout
+    return SamplingParams(
+        temperature=r.temperature,
+        top_p=r.top_p,
+        top_k=r.top_k,
+        min_p=r.min_p,
+        max_tokens=r.max_response_tokens,
+        stop=tuple(r.stop),
+        stop_token_ids=tuple(sorted(stop_ids)),
+        seed=config.run.seed,
+    )
+
+
+def make_rewards(config: Config) -> RewardPool:
+    """The reward components of the run."""
+    r = config.reward
+    return RewardPool(
+        r.functions,
+        r.weights,
+        timeout_s=r.timeout_s,
+        num_workers=r.num_workers,
+        max_failure_fraction=r.max_failure_fraction,
+        regex_pattern=r.regex_pattern,
+        answer_pattern=r.answer_pattern,
+        overlong_buffer_tokens=r.overlong_buffer_tokens,
+        overlong_penalty=r.overlong_penalty,
+        max_response_tokens=config.rollout.max_response_tokens,
+        clip_min=r.clip_min,
+        clip_max=r.clip_max,
+    )
+
+
+def make_validator(config: Config, generator: Generator, prompts: PromptSet | None) -> Validator | None:
+    """Validation with its own sampling settings, or None without held-out prompts."""
+    if prompts is None:
+        return None
+    run, rollout = config.run, config.rollout
+    params = SamplingParams(
+        temperature=run.validation_temperature,
+        top_p=run.validation_top_p,
+        max_tokens=rollout.max_response_tokens,
+        stop=generator.params.stop,
+        stop_token_ids=generator.params.stop_token_ids,
+        seed=run.seed,
+    )
+    chunk = max(1, rollout.num_prompts_per_step * rollout.num_samples_per_prompt // run.validation_num_samples)
+    return Validator(generator, prompts, params, run.validation_num_samples, prompts_per_call=chunk)
+
+
+def options_of(entry: Entry, given: dict[str, Any], config: Config) -> dict[str, Any]:
+    """Typed options of a registered function, with the shared keys of the algorithm section filled in where it takes them."""
+    a = config.algorithm
+    options = check_options(entry, given)
+    shared = {"gamma": a.gamma, "gae_lambda": a.gae_lambda, "clip_low": a.clip_low, "clip_high": a.clip_high}
+    for name, value in shared.items():
+        if name in entry.options and name not in options and value is not None:
+            options[name] = value
+    if "dual_clip" in entry.options and "dual_clip" not in options:
+        options["dual_clip"] = a.dual_clip
+    return options
+
+
+def advantage_stage(config: Config) -> AdvantageStage:
+    """The advantage stage of the run."""
+    a = config.algorithm
+    estimator = get_advantage(a.advantage)
+    options = options_of(estimator, a.advantage_options, config)
+    controller = AdaptiveKL(a.kl_reward_coef, target=a.kl_target, horizon=a.kl_horizon) if a.kl_controller == "adaptive" else FixedKL(a.kl_reward_coef)
+    correction = get_correction(a.correction)
+    return AdvantageStage(
+        estimator=estimator,
+        options=options,
+        whiten=estimator.whitens(options),
+        kl_controller=controller,
+        kl_kind=a.kl_reward_kind,
+        correction=None if a.correction == "none" else correction,
+        correction_options=check_options(correction, a.correction_options),
+        overlong_masking=a.overlong_masking,
+        overlong_leaves_baseline=a.overlong_leaves_baseline,
+    )
+
+
+def loss_settings(config: Config) -> LossSettings:
+    """The loss of the run."""
+    a = config.algorithm
+    loss = get_policy_loss(a.policy_loss)
+    return LossSettings(
+        policy_loss=loss,
+        options=options_of(loss, a.policy_loss_options, config),
+        kl_kind=a.kl_loss_kind,
+        kl_coef=a.kl_loss_coef,
+        kl_unbiased=a.kl_unbiased,
+        correction=token_correction(config),
+    )
+
+
+def token_correction(config: Config) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+    """Token weights for steps without an old pass: current against rollout log-probs, inside the update's own forward."""
+    a = config.algorithm
+    if a.correction == "none":
+        return None
+    entry = get_correction(a.correction)
+    options = check_options(entry, a.correction_options)
+
+    def weights(old_log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor) -> Tensor:
+        data = {"old_log_prob": old_log_prob, "rollout_log_prob": rollout_log_prob, "response_mask": mask, "loss_mask": mask}
+        data["cu_seqlens"] = torch.tensor([0, mask.numel()], device=mask.device)
+        return entry.call(data, options).weight
+
+    return weights

@@ -1,0 +1,100 @@
+"""What a checkpoint of a run holds, and how a run is put back to it bit for bit."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from fastrl.dist.checkpoint import CheckpointManager
+from fastrl.errors import CheckpointError
+from fastrl.trainer.optim import Optimizer
+
+if TYPE_CHECKING:
+    from fastrl.trainer.loop import Trainer
+
+
+def tensors_of(trainer: Trainer) -> dict[str, Any]:
+    """Weights, moments and random states: {"policy": {...}, "critic": {...}, "rng": {...}}."""
+    parts = trainer.parts
+    state: dict[str, Any] = {"policy": model_state(parts.actor.model, parts.actor.optimizer), "rng": random_state()}
+    if parts.critic is not None:
+        state["critic"] = model_state(parts.critic.model, parts.critic.optimizer)
+    return state
+
+
+def model_state(model: torch.nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """State dicts of one model and its moments."""
+    return {"model": model.state_dict(), "optimizer": optimizer.torch_optimizer.state_dict()}
+
+
+def progress_of(trainer: Trainer) -> dict[str, Any]:
+    """Everything else, as JSON: counters, data position, controllers."""
+    parts = trainer.parts
+    return {
+        "step": trainer.step_number,
+        "version": trainer.version,
+        "cursor": parts.cursor.state_dict(),
+        "kl": parts.advantages.kl_controller.state_dict(),
+        "baseline": parts.advantages.state_dict(),
+        "entropy": parts.entropy.state_dict(),
+        "policy_optimizer": parts.actor.optimizer.state_dict(),
+        "critic_optimizer": None if parts.critic is None else parts.critic.optimizer.state_dict(),
+        "has_critic": parts.critic is not None,
+    }
+
+
+def save(trainer: Trainer, manager: CheckpointManager, extra: dict[str, Any], score: float | None) -> None:
+    """Write one checkpoint of the run's present state."""
+    manager.save(trainer.step_number, tensors_of(trainer), progress_of(trainer) | extra, score=score)
+
+
+def restore(trainer: Trainer, manager: CheckpointManager, path: str) -> dict[str, Any]:
+    """Put the run back to a checkpoint; returns what `extra` was at the save.
+
+    Raises CheckpointError when the checkpoint belongs to another kind of run.
+    """
+    parts = trainer.parts
+    tensors, state = manager.load(path, tensors_of(trainer))
+    if state["has_critic"] != (parts.critic is not None):
+        had, has = ("a", "none") if state["has_critic"] else ("no", "one")
+        raise CheckpointError(f"the checkpoint has {had} critic and this configuration needs {has}: algorithm.advantage must stay as it was")
+    load_model_state(parts.actor.model, parts.actor.optimizer, tensors["policy"], state["policy_optimizer"])
+    if parts.critic is not None:
+        load_model_state(parts.critic.model, parts.critic.optimizer, tensors["critic"], state["critic_optimizer"])
+    parts.cursor.load_state_dict(state["cursor"])
+    parts.advantages.kl_controller.load_state_dict(state["kl"])
+    parts.advantages.load_state_dict(state["baseline"])
+    parts.entropy.load_state_dict(state["entropy"])
+    trainer.step_number, trainer.version = state["step"], state["version"]
+    set_random_state(tensors["rng"])
+    parts.engine.update_weights(parts.actor.model, trainer.version)
+    return state
+
+
+def load_model_state(model: torch.nn.Module, optimizer: Optimizer, tensors: dict[str, Any], counters: dict[str, Any]) -> None:
+    """Weights, moments and counters of one model."""
+    model.load_state_dict(tensors["model"])
+    optimizer.torch_optimizer.load_state_dict(tensors["optimizer"])
+    optimizer.load_state_dict(counters)
+
+
+def random_state() -> dict[str, Any]:
+    """Generators of Python, NumPy and torch as tensors."""
+    _, words, *_ = random.getstate()
+    name, keys, position, *_ = np.random.get_state(legacy=True)  # type: ignore[misc]
+    return {
+        "python": torch.tensor(words, dtype=torch.int64),
+        "numpy": torch.from_numpy(np.asarray(keys).astype(np.int64)),
+        "numpy_position": torch.tensor(int(position)),
+        "torch": torch.get_rng_state(),
+    }
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Put the generators back."""
+    random.setstate((3, tuple(state["python"].tolist()), None))
+    np.random.set_state(("MT19937", state["numpy"].numpy().astype(np.uint32), int(state["numpy_position"])))
+    torch.set_rng_state(state["torch"])
