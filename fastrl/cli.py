@@ -227,6 +227,8 @@ def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code; deliberate errors become a message without a traceback."""
     try:
         result = app(args=expand_optional_values(arguments), prog_name="fastrl", standalone_mode=False)
+        if result == EXIT_INTERRUPTED:  # typer's newer versions catch Ctrl-C themselves
+            raise KeyboardInterrupt
         return result if isinstance(result, int) else 0
     except FastRLError as error:
         print(error, file=sys.stderr)

@@ -81,7 +81,7 @@ def load_config(
         ConfigError: with every problem found, one per line, and a closing line that counts them.
     """
     documents = [read_document(str(path)) for path in paths]
-    documents += [_read_override(text) for text in overrides]
+    documents += [_read_override(text, number) for number, text in enumerate(overrides)]
     data, spots = _compose(documents)
     problems = [problem for document in documents for problem in document.problems]
     config, found = _validate(data, spots)
@@ -108,8 +108,8 @@ def dump_config(config: Config) -> str:
 # ---- composing
 
 
-def _read_override(text: str) -> Document:
-    source = Source(COMMAND_LINE)
+def _read_override(text: str, number: int) -> Document:
+    source = Source(COMMAND_LINE, column=number)
     name, equals, value_text = text.partition("=")
     path = tuple(name.strip().split("."))
     if not equals or not all(path) or len(path) < 2:
@@ -190,13 +190,13 @@ def _validate(data: dict[str, Any], spots: dict[KeyPath, Spot]) -> tuple[Config,
             return Config.model_validate_json(json.dumps(data), strict=True), problems
         except ValidationError as error:
             details = error.errors(include_url=False)
-        seen: set[KeyPath] = set()
-        for detail in details:
-            path = _known_part(detail, data)
-            if path not in seen:
-                seen.add(path)
-                problems.append(_validation_problem(path, detail, data, spots))
-        for path in seen:
+        wrong = {_known_part(detail, data): detail for detail in reversed(details)}
+        # A union reports the whole value and the item inside it: the item says more.
+        inner = [
+            path for path in reversed(wrong) if not any(len(p) > len(path) and p[: len(path)] == path for p in wrong)
+        ]
+        problems += [_validation_problem(path, wrong[path], data, spots) for path in inner]
+        for path in inner:
             _remove(data, path if path and path[0] not in sections() else path[:2])
 
 
@@ -204,11 +204,10 @@ def _known_part(detail: ErrorDetails, data: Any) -> KeyPath:
     """The part of an error's location that exists in the data (unions add the names of their members)."""
     path: KeyPath = ()
     for part in detail["loc"]:
-        inside = (isinstance(data, dict) and part in data) or (isinstance(data, list) and isinstance(part, int))
-        if not inside:
-            break
-        data = data[part]
-        path = (*path, part)
+        in_list = isinstance(data, list) and isinstance(part, int) and part < len(data)
+        if in_list or (isinstance(data, dict) and part in data):
+            data = data[part]
+            path = (*path, part)
     return path
 
 

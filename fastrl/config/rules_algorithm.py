@@ -97,12 +97,16 @@ def aggregation(subject: Subject) -> Iterator[Finding]:
     """The loss is defined for the aggregation mode; the divisor belongs to one mode."""
     algorithm = subject.config.algorithm
     entry = _entry("policy_loss", algorithm.policy_loss)
-    if not isinstance(entry, str) and entry.loss_agg_modes and algorithm.loss_agg_mode not in entry.loss_agg_modes:
+    if (
+        not isinstance(entry, str)
+        and entry.only_loss_agg_modes
+        and algorithm.loss_agg_mode not in entry.only_loss_agg_modes
+    ):
         yield error(
             "algorithm.loss_agg_mode",
             "algorithm.policy_loss",
             text=f"algorithm.loss_agg_mode = {algorithm.loss_agg_mode}, but "
-            f"algorithm.policy_loss = {algorithm.policy_loss} is defined for {' or '.join(entry.loss_agg_modes)}",
+            f"algorithm.policy_loss = {algorithm.policy_loss} is defined for {' or '.join(entry.only_loss_agg_modes)}",
         )
     if algorithm.loss_scale_factor is not None and algorithm.loss_agg_mode != "seq-mean-token-sum-norm":
         yield no_effect("algorithm.loss_scale_factor", f"algorithm.loss_agg_mode = {algorithm.loss_agg_mode}")
@@ -146,7 +150,7 @@ def critic(subject: Subject) -> Iterator[Finding]:
     if isinstance(entry, str):
         return
     key = subject.first_set("critic")
-    reads_values = "values" in entry.needs or "values" in entry.data
+    reads_values = "values" in entry.needs_with(config.algorithm.advantage_options) or "values" in entry.data
     if key is not None and not reads_values:
         yield no_effect(key, f"algorithm.advantage = {name} needs no critic")
         return

@@ -20,7 +20,7 @@ COMMAND_LINE = "command line"
 
 @dataclass(frozen=True)
 class Source:
-    """Where something was written: a file with a 1-based line and column, or the command line."""
+    """Where something was written: a file with a 1-based line and column, or the n-th override (column n, no line)."""
 
     name: str
     line: int | None = None
@@ -125,13 +125,13 @@ class _Reader:
             return None
         self._open.append(node)
         try:
-            if isinstance(node, yaml.MappingNode):
+            if isinstance(node, yaml.MappingNode) and node.tag == "tag:yaml.org,2002:map":
                 return self._read_mapping(node, path)
-            if isinstance(node, yaml.SequenceNode):
+            if isinstance(node, yaml.SequenceNode) and node.tag == "tag:yaml.org,2002:seq":
                 return self._read_sequence(node, path)
             return self.loader.construct_object(node)
         except yaml.constructor.ConstructorError as error:
-            self._complain(node.start_mark, (error.problem or str(error)) + "; only plain data is read")
+            self._complain(node.start_mark, f"{error.problem or error}; only plain data is read")
             return None
         except ValueError as error:
             self._complain(node.start_mark, str(error))
