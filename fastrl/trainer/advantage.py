@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastrl.algorithms.advantages.reinforce import RunningBaseline
 from fastrl.algorithms.kl import FixedKL
 from fastrl.algorithms.registry import Entry
 from fastrl.algorithms.token_rewards import kl_in_reward, place_scores
@@ -36,6 +37,12 @@ class AdvantageStage:
     correction_options: dict[str, Any] = field(default_factory=dict)
     overlong_masking: bool = False
     overlong_leaves_baseline: bool = False
+    running: RunningBaseline | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        decay = self.options.get("baseline_decay")
+        if decay is not None and "running_baseline" in self.estimator.data:
+            self.running = RunningBaseline(decay)
 
     def __call__(self, batch: RolloutBatch, metrics: Metrics) -> RolloutBatch:
         """The batch with token_level_scores, token_level_rewards, loss_mask, rollout_weight, advantages and returns."""
@@ -98,13 +105,18 @@ class AdvantageStage:
         keep = result.keep
         rejected = (sequence_sums(batch.response_mask, batch) > 0) & (sequence_sums(keep, batch) == 0)
         return batch.with_(
-            rollout_weight=result.weight, loss_mask=batch.need("loss_mask") & keep, valid=batch.need("valid") & ~rejected
+            rollout_weight=result.weight,
+            loss_mask=batch.need("loss_mask") & keep,
+            valid=batch.need("valid") & ~rejected,
         )
 
     @property
     def corrects_last(self) -> bool:
         """True when the rejection looks at advantages and so comes after the estimator."""
-        return self.correction is not None and self.correction.complete(self.correction_options).get("off_policy_delta") is not None
+        return (
+            self.correction is not None
+            and self.correction.complete(self.correction_options).get("off_policy_delta") is not None
+        )
 
     def estimate(self, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
         """The estimator's (advantages [T], returns [T]), unwhitened."""
@@ -127,11 +139,29 @@ class AdvantageStage:
         present = {name: value for name, value in columns.items() if value is not None}
         gathered, own = gather_own(list(present.values()))
         data: dict[str, Any] = dict(zip(present, gathered))
+        if self.running is not None and self.running.num_updates:
+            data["running_baseline"] = torch.as_tensor(self.running.value, dtype=data["scores"].dtype)
         if "components" in self.estimator.data:
             data["components"] = {
                 n.removeprefix("component/"): data.pop(n) for n in list(data) if n.startswith("component/")
             }
-        return self.estimator.call(data, self.options)[own]
+        advantages = self.estimator.call(data, self.options)
+        if self.running is not None and bool(data["valid"].any()):
+            self.running.update(float(data["scores"][data["valid"]].mean()))
+        return advantages[own]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The running baseline and the KL coefficient."""
+        return {
+            "kl": self.kl_controller.state_dict(),
+            "baseline": None if self.running is None else self.running.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` gave."""
+        self.kl_controller.load_state_dict(state["kl"])
+        if self.running is not None and state["baseline"] is not None:
+            self.running.load_state_dict(state["baseline"])
 
 
 def whiten_over_ranks(values: Tensor, mask: Tensor) -> Tensor:

@@ -25,14 +25,21 @@ def export_run(run: str | Path, folder: str | Path, *, dtype: str | None = None)
         CheckpointError: no checkpoint there, a damaged one, or a folder without the run's config.yaml.
     """
     checkpoint = find_checkpoint(run)
-    config_file = next((p / "config.yaml" for p in [Path(run), *checkpoint.parents] if (p / "config.yaml").is_file()), None)
+    config_file = next(
+        (p / "config.yaml" for p in [Path(run), *checkpoint.parents] if (p / "config.yaml").is_file()), None
+    )
     if config_file is None:
         raise CheckpointError(f"{checkpoint}: found no config.yaml of the run above it")
     config = load_config([config_file], cross_check=False).config
     m = config.model
-    model = load_model(m.path, dtype=master_dtype(config.run.dtype), revision=m.revision, trust_remote_code=m.trust_remote_code)
+    model = load_model(
+        m.path, dtype=master_dtype(config.run.dtype), revision=m.revision, trust_remote_code=m.trust_remote_code
+    )
     tokenizer = load_tokenizer(
-        m.tokenizer_path or m.path, revision=m.revision, trust_remote_code=m.trust_remote_code, chat_template=m.chat_template
+        m.tokenizer_path or m.path,
+        revision=m.revision,
+        trust_remote_code=m.trust_remote_code,
+        chat_template=m.chat_template,
     )
     state = model.state_dict()
     tensors, _ = load_checkpoint(checkpoint, {"policy": {"model": state}})

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from fastrl.data.packing import MicroBatch, pack, plan_optimizer_batches
 from fastrl.data.prompts import Prompt, PromptCursor
 from fastrl.dist.collectives import all_gather_rows, world_size
 from fastrl.rollout.engine import Engine
+from fastrl.rollout.records import RolloutWriter
 from fastrl.rollout.seeds import sample_seed
 from fastrl.trainer.actor import Actor, PolicyModel
 from fastrl.trainer.advantage import AdvantageStage
@@ -30,6 +30,8 @@ from fastrl.trainer.metrics import Metrics
 from fastrl.trainer.normalizers import keep_rows, optimizer_batch
 from fastrl.trainer.observe import batch_metrics, mismatch_metrics
 from fastrl.trainer.plan import Plan
+from fastrl.trainer.records import sample_records
+from fastrl.trainer.reporter import Reporter
 from fastrl.trainer.selection import EntropyController, select_tokens
 from fastrl.trainer.validation import Validator
 
@@ -58,22 +60,20 @@ class Parts:
 Packed = list[tuple[Tensor, list[MicroBatch]]]  # per optimizer batch: its sequences and their micro-batches
 
 
-class Observer(Protocol):
-    """Who is told what a run does: console, files, trackers. Called on every rank with equal numbers."""
-
-    def step(self, number: int, values: dict[str, float], batch: RolloutBatch, samples: list[ScoredSample]) -> None:
-        """A finished training step."""
-
-    def validation(self, number: int, values: dict[str, float], samples: list[ScoredSample]) -> None:
-        """A finished validation after `number` training steps."""
-
-
 class Trainer:
-    """One rank of a run. `fit` trains; `step_number` counts finished steps, `version` the weight updates of the engine."""
+    """One rank of a run. `fit` trains; `step_number` counts finished steps, `version` the weight updates of the engine.
 
-    def __init__(self, parts: Parts, observer: Observer, checkpoint: Callable[[float | None], None]) -> None:
+    Args:
+        reporter: is told phases, progress and the numbers of every step.
+        writer: keeps generated samples; None keeps none.
+        checkpoint: called when a checkpoint is due, with the step's validation score if there is one.
+    """
+
+    def __init__(
+        self, parts: Parts, reporter: Reporter, writer: RolloutWriter | None, checkpoint: Callable[[float | None], None]
+    ) -> None:
         self.parts, self.config, self.plan = parts, parts.config, parts.plan
-        self.observer, self.checkpoint = observer, checkpoint
+        self.reporter, self.writer, self.checkpoint = reporter, writer, checkpoint
         self.metrics = parts.metrics
         self.step_number = 0
         self.version = 0
@@ -83,27 +83,37 @@ class Trainer:
         """Train until `total_steps`; validate and save when due, and at the end."""
         run, total = self.config.run, self.parts.total_steps
         if run.validate_before_training and self.step_number == 0:
-            self.validate()
-        score: float | None = None
+            values, held_out = self.validate()
+            self.keep_samples(None, held_out)
+            self.reporter.log(0, values)
         while self.step_number < total:
             batch, values = self.step()
-            self.observer.step(self.step_number, values, batch, self.samples)
-            last = self.step_number == total
+            last, held_out = self.step_number == total, []
             if last or is_due(self.step_number, run.validation_every_steps):
-                score = self.validate()
+                figures, held_out = self.validate()
+                values |= figures
+            self.keep_samples(batch, held_out)
+            self.reporter.log(self.step_number, values)
             if last or is_due(self.step_number, run.checkpoint_every_steps):
-                self.checkpoint(score)
-                score = None
+                self.reporter.phase("checkpoint")
+                self.checkpoint(values.get("val/mean"))
 
-    def validate(self) -> float | None:
-        """Score the held-out prompts, if there are any; returns their mean."""
+    def validate(self) -> tuple[dict[str, float], list[ScoredSample]]:
+        """Score the held-out prompts, if there are any; returns the `val/...` figures and the samples."""
         if self.parts.validator is None:
-            return None
+            return {}, []
         with self.metrics.timer("validate"):
             samples = self.parts.validator.run(self.metrics)
-        values = self.metrics.reduce()
-        self.observer.validation(self.step_number, values, samples)
-        return values.get("val/mean")
+        return self.metrics.reduce(), samples
+
+    def keep_samples(self, batch: RolloutBatch | None, held_out: list[ScoredSample]) -> None:
+        """Write the step's samples when due, the held-out ones whenever there are some."""
+        number, every = self.step_number, self.config.logging.rollouts_every_steps
+        records = list(sample_records(held_out, number, split="validation"))
+        if batch is not None and is_due(number, every):
+            records = [*sample_records(self.samples, number, batch=batch), *records]
+        if self.writer is not None and records:
+            self.writer.write(number, records)
 
     def step(self) -> tuple[RolloutBatch, dict[str, float]]:
         """One training step; returns its batch and its reduced metrics."""

@@ -15,7 +15,9 @@ def new_run_folder(config: Config, files: tuple[str, ...]) -> Path:
     if config.run.name is not None:
         folder = Path(config.run.dir) / config.run.name
         if (folder / "metrics.jsonl").exists() or (folder / "checkpoints").exists():
-            raise ConfigError(f"run.name = {config.run.name}: {folder} already holds a run; add --resume to continue it, or choose another run.name")
+            raise ConfigError(
+                f"run.name = {config.run.name}: {folder} already holds a run; add --resume to continue it, or choose another run.name"
+            )
         folder.mkdir(parents=True, exist_ok=True)
         return folder
     stem = Path(files[-1]).stem if files else "run"
@@ -42,7 +44,9 @@ def resumed_run_folder(config: Config, files: tuple[str, ...], resume: str) -> t
             raise CheckpointError(f"--resume {resume}: no such folder")
         if (path / "checkpoints").is_dir():
             return path, None
-        return (path.parent.parent, path) if path.parent.name == "checkpoints" else (new_run_folder(config, files), path)
+        return (
+            (path.parent.parent, path) if path.parent.name == "checkpoints" else (new_run_folder(config, files), path)
+        )
     root = Path(config.run.dir)
     if config.run.name is not None:
         candidates = [root / config.run.name]
@@ -53,4 +57,6 @@ def resumed_run_folder(config: Config, files: tuple[str, ...], resume: str) -> t
         if any((folder / "checkpoints").glob("step_*")):
             return folder, None
     where = root / config.run.name if config.run.name else root
-    raise CheckpointError(f"--resume auto: no checkpoint under {where}; start without --resume, or name a run with --resume PATH")
+    raise CheckpointError(
+        f"--resume auto: no checkpoint under {where}; start without --resume, or name a run with --resume PATH"
+    )

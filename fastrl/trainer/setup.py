@@ -42,7 +42,9 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def build(config: Config, *, progress: Callable[[str, int, int], None] | None = None, metrics: Metrics | None = None) -> Parts:
+def build(
+    config: Config, *, progress: Callable[[str, int, int], None] | None = None, metrics: Metrics | None = None
+) -> Parts:
     """Load models and data and put the trainer's parts together. Raises a FastRLError that names the key to change."""
     if config.run.num_threads is not None:
         torch.set_num_threads(config.run.num_threads)
@@ -50,7 +52,10 @@ def build(config: Config, *, progress: Callable[[str, int, int], None] | None = 
     plan, device, dtype = make_plan(config), resolve_device(config.run.device), compute_dtype(config.run.dtype)
     m = config.model
     tokenizer = load_tokenizer(
-        m.tokenizer_path or m.path, revision=m.revision, trust_remote_code=m.trust_remote_code, chat_template=m.chat_template
+        m.tokenizer_path or m.path,
+        revision=m.revision,
+        trust_remote_code=m.trust_remote_code,
+        chat_template=m.chat_template,
     )
     train, validation = load_data(config, tokenizer)
     cursor = PromptCursor(train, seed=config.run.seed, shuffle=config.data.shuffle)
@@ -112,12 +117,16 @@ def load_data(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Promp
         "max_prompt_tokens": d.max_prompt_tokens,
         "seed": config.run.seed,
     }
-    train = load_prompts(d.train, tokenizer, split="train", options=d.train_options, max_prompts=d.max_prompts, **shared)
+    train = load_prompts(
+        d.train, tokenizer, split="train", options=d.train_options, max_prompts=d.max_prompts, **shared
+    )
     if d.validation is None:
         return train, None
     options = d.train_options | d.validation_options
     limit = config.run.validation_max_prompts
-    return train, load_prompts(d.validation, tokenizer, split="validation", options=options, max_prompts=limit, **shared)
+    return train, load_prompts(
+        d.validation, tokenizer, split="validation", options=options, max_prompts=limit, **shared
+    )
 
 
 def number_of_steps(config: Config, num_prompts: int) -> int:
@@ -150,7 +159,9 @@ def actor_schedule(config: Config, plan: Plan, total_steps: int) -> Schedule:
     return Schedule(o.lr, o.schedule, o.lr_warmup_updates, total, o.min_lr_ratio)
 
 
-def make_optimizer(config: Config, module: nn.Module, schedule: Schedule, name: str, weight_decay: float, max_grad_norm: float) -> Optimizer:
+def make_optimizer(
+    config: Config, module: nn.Module, schedule: Schedule, name: str, weight_decay: float, max_grad_norm: float
+) -> Optimizer:
     """AdamW with the run's moments and the model's own schedule, decay and clipping."""
     o = config.optim
     return Optimizer(
@@ -165,7 +176,9 @@ def make_optimizer(config: Config, module: nn.Module, schedule: Schedule, name: 
     )
 
 
-def make_critic(config: Config, plan: Plan, dtype: torch.dtype, device: torch.device, total_steps: int) -> Critic | None:
+def make_critic(
+    config: Config, plan: Plan, dtype: torch.dtype, device: torch.device, total_steps: int
+) -> Critic | None:
     """The value model with its optimizer, or None."""
     if not plan.critic:
         return None
@@ -193,7 +206,9 @@ def make_reference(config: Config, plan: Plan, dtype: torch.dtype, device: torch
     return PolicyModel(model, temperature=config.rollout.temperature, dtype=dtype)
 
 
-def make_engine(config: Config, model: nn.Module, tokenizer: PreTrainedTokenizerBase, stop_ids: frozenset[int]) -> Engine:
+def make_engine(
+    config: Config, model: nn.Module, tokenizer: PreTrainedTokenizerBase, stop_ids: frozenset[int]
+) -> Engine:
     """The generation engine; the embedded one samples from the policy's own module."""
     return NativeEngine(
         model,
@@ -273,7 +288,11 @@ def advantage_stage(config: Config) -> AdvantageStage:
     a = config.algorithm
     estimator = get_advantage(a.advantage)
     options = options_of(estimator, a.advantage_options, config)
-    controller = AdaptiveKL(a.kl_reward_coef, target=a.kl_target, horizon=a.kl_horizon) if a.kl_controller == "adaptive" else FixedKL(a.kl_reward_coef)
+    controller = (
+        AdaptiveKL(a.kl_reward_coef, target=a.kl_target, horizon=a.kl_horizon)
+        if a.kl_controller == "adaptive"
+        else FixedKL(a.kl_reward_coef)
+    )
     correction = get_correction(a.correction)
     return AdvantageStage(
         estimator=estimator,
@@ -311,7 +330,12 @@ def token_correction(config: Config) -> Callable[[Tensor, Tensor, Tensor], Tenso
     options = check_options(entry, a.correction_options)
 
     def weights(old_log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor) -> Tensor:
-        data = {"old_log_prob": old_log_prob, "rollout_log_prob": rollout_log_prob, "response_mask": mask, "loss_mask": mask}
+        data = {
+            "old_log_prob": old_log_prob,
+            "rollout_log_prob": rollout_log_prob,
+            "response_mask": mask,
+            "loss_mask": mask,
+        }
         data["cu_seqlens"] = torch.tensor([0, mask.numel()], device=mask.device)
         return entry.call(data, options).weight
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from fastrl.dist.checkpoint import CheckpointManager
+from fastrl.dist.checkpoint import CheckpointManager, load_checkpoint
 from fastrl.errors import CheckpointError
 from fastrl.trainer.optim import Optimizer
 
 if TYPE_CHECKING:
-    from fastrl.trainer.loop import Trainer
+    from fastrl.trainer.loop import Parts, Trainer
 
 
 def tensors_of(trainer: Trainer) -> dict[str, Any]:
@@ -37,8 +37,7 @@ def progress_of(trainer: Trainer) -> dict[str, Any]:
         "step": trainer.step_number,
         "version": trainer.version,
         "cursor": parts.cursor.state_dict(),
-        "kl": parts.advantages.kl_controller.state_dict(),
-        "baseline": parts.advantages.state_dict(),
+        "advantages": parts.advantages.state_dict(),
         "entropy": parts.entropy.state_dict(),
         "policy_optimizer": parts.actor.optimizer.state_dict(),
         "critic_optimizer": None if parts.critic is None else parts.critic.optimizer.state_dict(),
@@ -60,13 +59,14 @@ def restore(trainer: Trainer, manager: CheckpointManager, path: str) -> dict[str
     tensors, state = manager.load(path, tensors_of(trainer))
     if state["has_critic"] != (parts.critic is not None):
         had, has = ("a", "none") if state["has_critic"] else ("no", "one")
-        raise CheckpointError(f"the checkpoint has {had} critic and this configuration needs {has}: algorithm.advantage must stay as it was")
+        raise CheckpointError(
+            f"the checkpoint has {had} critic and this configuration needs {has}: algorithm.advantage must stay as it was"
+        )
     load_model_state(parts.actor.model, parts.actor.optimizer, tensors["policy"], state["policy_optimizer"])
     if parts.critic is not None:
         load_model_state(parts.critic.model, parts.critic.optimizer, tensors["critic"], state["critic_optimizer"])
     parts.cursor.load_state_dict(state["cursor"])
-    parts.advantages.kl_controller.load_state_dict(state["kl"])
-    parts.advantages.load_state_dict(state["baseline"])
+    parts.advantages.load_state_dict(state["advantages"])
     parts.entropy.load_state_dict(state["entropy"])
     trainer.step_number, trainer.version = state["step"], state["version"]
     set_random_state(tensors["rng"])
@@ -74,7 +74,16 @@ def restore(trainer: Trainer, manager: CheckpointManager, path: str) -> dict[str
     return state
 
 
-def load_model_state(model: torch.nn.Module, optimizer: Optimizer, tensors: dict[str, Any], counters: dict[str, Any]) -> None:
+def restore_weights(parts: Parts, path: str) -> None:
+    """The policy's weights of a checkpoint, nothing else."""
+    tensors, state = load_checkpoint(path, {"policy": {"model": parts.actor.model.state_dict()}})
+    parts.actor.model.load_state_dict(tensors["policy"]["model"])
+    parts.engine.update_weights(parts.actor.model, state["version"])
+
+
+def load_model_state(
+    model: torch.nn.Module, optimizer: Optimizer, tensors: dict[str, Any], counters: dict[str, Any]
+) -> None:
     """Weights, moments and counters of one model."""
     model.load_state_dict(tensors["model"])
     optimizer.torch_optimizer.load_state_dict(tensors["optimizer"])
