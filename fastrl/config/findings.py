@@ -40,10 +40,12 @@ Rule = Callable[[Subject], Iterator[Finding]]
 
 
 def error(*keys: str, text: str) -> Finding:
+    """A combination that cannot work."""
     return Finding(keys, text)
 
 
 def warning(*keys: str, text: str) -> Finding:
+    """A combination that works, but hardly as meant."""
     return Finding(keys, text, "warning")
 
 

@@ -105,9 +105,6 @@ def dump_config(config: Config) -> str:
     return to_yaml(config.model_dump(mode="json"))
 
 
-# ---- composing
-
-
 def _read_override(text: str, number: int) -> Document:
     source = Source(COMMAND_LINE, column=number)
     name, equals, value_text = text.partition("=")
@@ -173,9 +170,6 @@ def _value(values: dict[str, Any], name: str) -> Any:
     return values[section][key]
 
 
-# ---- validating
-
-
 def _validate(data: dict[str, Any], spots: dict[KeyPath, Spot]) -> tuple[Config, list[Problem]]:
     """The configuration without its wrong values (their defaults instead), and what was wrong with them."""
     problems = [
@@ -239,9 +233,6 @@ def _remove(data: dict[str, Any], path: KeyPath) -> None:
         holder = holder[part] if isinstance(holder, dict) and part in holder else {}
     if path and isinstance(holder, dict):
         holder.pop(path[-1], None)
-
-
-# ---- reporting
 
 
 def _spoiled(keys: Sequence[str], problems: Sequence[Problem]) -> bool:

@@ -1,0 +1,63 @@
+# fastrl: `make ppo` trains, `make test` tests, `make help` lists the rest. Everything happens in .venv, made on first use.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# Threads of tests and checks: two OpenMP threads per process beside anything else busy are slower than one.
+ONE_THREAD := OMP_NUM_THREADS=1
+STAMPS := $(VENV)/.stamps
+# pip has done its work when the stamp is newer than what decides about dependencies.
+INSTALLED := $(STAMPS)/base
+INSTALLED_TEST := $(STAMPS)/test
+INSTALLED_BENCH := $(STAMPS)/bench
+
+.PHONY: help ppo grpo test test-slow check docs bench clean
+.DEFAULT_GOAL := help
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "fastrl needs Python 3.11 or newer: make PYTHON=python3.12 ..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(INSTALLED): pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install -q -e .
+	@mkdir -p $(STAMPS) && touch $@
+
+$(INSTALLED_TEST): pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install -q -e '.[test]'
+	@mkdir -p $(STAMPS) && touch $(INSTALLED) $@
+
+$(INSTALLED_BENCH): pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install -q -e '.[bench]'
+	@mkdir -p $(STAMPS) && touch $(INSTALLED) $@
+
+ppo: $(INSTALLED) ## train the embedded policy with PPO (ARGS="optim.lr=1e-4" overrides keys)
+	$(BIN)/fastrl train configs/ppo.yaml $(ARGS)
+
+grpo: $(INSTALLED) ## train the embedded policy with GRPO
+	$(BIN)/fastrl train configs/grpo.yaml $(ARGS)
+
+test: $(INSTALLED_TEST) ## the fast tests (ARGS="tests/config -k rules" chooses)
+	$(ONE_THREAD) $(BIN)/python -m pytest -m "not slow and not e2e and not vllm" $(ARGS)
+
+test-slow: $(INSTALLED_TEST) ## learning tables and full matrices
+	$(ONE_THREAD) $(BIN)/python -m pytest -m slow $(ARGS)
+
+check: $(INSTALLED_TEST) ## format, lint, types, import contracts, generated pages
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python scripts/gen_docs.py --check
+
+docs: $(INSTALLED) ## write the generated pages docs/config.md and docs/metrics.md
+	$(BIN)/python scripts/gen_docs.py
+
+bench: $(INSTALLED_BENCH) ## benchmarks of what this machine can run
+	$(ONE_THREAD) $(BIN)/python -m pytest bench -m "not e2e" $(ARGS)
+
+clean: ## remove the environment, caches and build products (runs/ stays)
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .benchmarks
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
