@@ -4,7 +4,7 @@
     abs             |x|
     k2 (mse)        x^2 / 2
     k3 (low_var_kl) clamp(e^y - y - 1, -10, 10), y = clamp(-x, -20, 20)
-    KIND+           the value of KIND with the gradient of k2 (https://arxiv.org/abs/2505.09655)
+    KIND+           the value of KIND with the gradient of k2 (https://arxiv.org/abs/2512.21852)
     full            sum_v p_v (log p_v - log q_v), where both heads' logits are at hand
 
 k1 has no expected gradient as a loss and k3 follows the forward KL; `k2` or a `+` kind has the reverse KL's gradient.

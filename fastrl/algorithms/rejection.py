@@ -4,7 +4,7 @@
 
 A rule takes one statistic at one level: each token's own, or the sum, the mean or the extreme over the sampled tokens
 of a sequence. Bounds of k1 are ratios pi_train / pi_rollout (compared in log space), k2 and k3 have one upper bound.
-https://arxiv.org/abs/2510.26788 https://arxiv.org/abs/2505.22617
+https://fengyao.notion.site/off-policy-rl https://arxiv.org/abs/2512.02556
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def kth_largest(key: Key, mask: Tensor, k: Tensor, reduce: Reduce) -> tuple[Tens
 
 
 def pick(keys: Sequence[Key], mask: Tensor, k: Tensor | float, *, reduce: Reduce | None = None) -> Tensor:
-    """The k first tokens of all ranks in the order of the keys, the first key counting most: [T] bool, this rank's part.
+    """The k first tokens of all ranks in the order of the keys, the first key counting most: [T] bool, this rank's.
 
     Args:
         keys: each [T]; together they should tell all tokens apart, otherwise equal ones are picked together.

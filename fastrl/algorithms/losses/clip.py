@@ -8,10 +8,9 @@ https://arxiv.org/abs/1912.09729. Option delta caps rho in the unclipped branch 
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from fastrl.algorithms.losses.base import TokenLoss, check_clips, indicator, ratio
+from fastrl.algorithms.losses.base import TokenLoss, check_clips
 from fastrl.algorithms.registry import register_policy_loss
 from fastrl.kernels import clipped_policy_loss
 
@@ -19,8 +18,8 @@ from fastrl.kernels import clipped_policy_loss
 def check(
     *, clip_low: float, clip_high: float, dual_clip: float | None, delta: float | None, **_: object
 ) -> str | None:
-    if delta is not None and not delta > 1 + clip_high:
-        return f"delta = {delta} must be above 1 + clip_high = {1 + clip_high}"
+    if delta is not None and not delta >= 1 + clip_high:
+        return f"delta = {delta} must be at least 1 + clip_high = {1 + clip_high}, or null for none"
     return check_clips(clip_low, clip_high, dual_clip)
 
 
@@ -40,32 +39,14 @@ def clip(
     Raises:
         ValueError: clip distances out of range.
     """
-    problem = check(clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip, delta=delta)
-    if problem:
-        raise ValueError(problem)
-    loss = clipped_policy_loss(
+    loss, stats = clipped_policy_loss(
         log_prob,
         old_log_prob,
         advantages,
         clip_low=clip_low,
         clip_high=clip_high,
         dual_clip=dual_clip,
+        max_ratio=delta,
         reduction="none",
-    ).loss
-    with torch.no_grad():
-        rho = ratio(log_prob, old_log_prob)
-        high = (rho > 1 + clip_high) & (advantages > 0)
-        low = (rho < 1 - clip_low) & (advantages < 0)
-        dual = (advantages < 0) & (rho > dual_clip) if dual_clip is not None else torch.zeros_like(high)
-        stats = {
-            "clip_high": indicator(high, rho),
-            "clip_low": indicator(low, rho),
-            "dual_clip": indicator(dual, rho),
-            "ratio": rho,
-        }
-    if delta is not None:
-        # a ratio at or above delta is only ever unclipped where A < 0: there the loss becomes the constant -A delta
-        capped = (advantages < 0) & (rho >= delta)
-        loss = torch.where(capped, torch.minimum(loss.detach(), -advantages * delta), loss)
-        stats["delta"] = indicator(capped, rho)
-    return TokenLoss(loss, stats)
+    )
+    return TokenLoss(loss, {"dual_clip" if name == "clip_dual" else name: value for name, value in stats.items()})
