@@ -48,12 +48,12 @@ def policy_terms(
     raw = log_prob - old_log_prob
     log_ratio = raw.clamp(-LIMIT, LIMIT)
     ratio = log_ratio.exp()
-    moving = (raw == log_ratio) & (ratio <= max_ratio)
+    held = (raw.abs() > LIMIT) | (ratio > max_ratio)
     plain = -advantages * ratio.clamp(max=max_ratio)
     clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
     cut = plain < clipped
     loss = torch.where(cut, clipped, plain)
-    slope = torch.where(cut | ~moving, zero, -advantages * ratio)
+    slope = torch.where(cut | held, zero, -advantages * ratio)
     bound = -advantages * dual_clip if dual_clip != float("inf") else torch.full_like(zero, float("inf"))
     dual = (advantages < 0) & (loss > bound)
     return Terms(
@@ -63,7 +63,7 @@ def policy_terms(
         clip_low=(cut & (advantages < 0)).to(loss.dtype),
         clip_dual=dual.to(loss.dtype),
         k1=-log_ratio,
-        k3=ratio - 1 - log_ratio,
+        k3=torch.expm1(log_ratio) - log_ratio,  # ratio - 1 - log ratio loses every digit near 1
         ratio=ratio,
     )
 

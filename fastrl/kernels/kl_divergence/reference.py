@@ -26,7 +26,7 @@ def value_of(x: torch.Tensor, value: str) -> torch.Tensor:
     if value == "k2":
         return 0.5 * x * x
     y = (-x).clamp(-LIMIT, LIMIT)
-    return (y.exp() - y - 1).clamp(-CAP, CAP)
+    return (torch.expm1(y) - y).clamp(-CAP, CAP)  # e^y - 1 - y loses every digit near 0
 
 
 def derivative_of(x: torch.Tensor, value: str) -> torch.Tensor:
@@ -34,12 +34,12 @@ def derivative_of(x: torch.Tensor, value: str) -> torch.Tensor:
     if value == "k1":
         return torch.ones_like(x)
     if value == "abs":
-        return x.sign()
+        return torch.where(x > 0, torch.ones_like(x), torch.where(x < 0, -torch.ones_like(x), x))
     if value == "k2":
         return x
     y = (-x).clamp(-LIMIT, LIMIT)
-    free = (x.abs() <= LIMIT) & ((y.exp() - y - 1).abs() <= CAP)
-    return torch.where(free, 1 - y.exp(), torch.zeros_like(x))
+    held = (x.abs() > LIMIT) | (torch.expm1(y) - y > CAP)
+    return torch.where(held, torch.zeros_like(x), -torch.expm1(y))
 
 
 def kl_divergence_reference(

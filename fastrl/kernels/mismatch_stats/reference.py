@@ -33,7 +33,7 @@ def mismatch_sums_reference(
     old = torch.where(inside, rollout_log_prob.reshape(-1).to(dtype), zero)
     log_w = (new - old).clamp(-LIMIT, LIMIT)
     w = log_w.exp()
-    k3 = w - 1 - log_w
+    k3 = torch.expm1(log_w) - log_w  # w - 1 - log w loses every digit near 1
     q = torch.where(inside, old.exp(), zero)
     d = torch.where(inside, new.exp(), zero) - q
     w = torch.where(inside, w, zero)
