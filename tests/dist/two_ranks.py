@@ -1,50 +1,78 @@
-"""Runs a function of a test module on two gloo ranks and returns what each printed as JSON."""
+"""Runs the source of a function on several gloo ranks, forked from this process so that nothing is imported again."""
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
+import signal
 import tempfile
+import time
+import traceback
 from pathlib import Path
+from typing import Any
 
-PRELUDE = """
-import json, os, sys
 import torch
 import torch.distributed as dist
-rank, size, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=size)
-def body(rank, size):
-{body}
-print("RESULT " + json.dumps(body(rank, size)))
-dist.barrier()
-dist.destroy_process_group()
-"""
 
 
-def run_ranks(body: str, size: int = 2, timeout: float = 120.0) -> list:
-    """Runs `body` (source of a function of rank and size that ends in a return) on `size` ranks; their results."""
-    source = PRELUDE.format(body="\n".join("    " + line for line in body.splitlines()))
-    root = Path(__file__).resolve().parents[2]
-    env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+def run_ranks(body: str, size: int = 2, timeout: float = 120.0) -> list[Any]:
+    """Runs `body` (source of a function of rank and size that ends in a return; JSON-able) and gives all results.
+
+    The ranks must not call backward: autograd's threads do not survive a fork.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-c", source]
-        ranks = [
-            subprocess.Popen(
-                [*command, str(r), str(size), f"{folder}/store"],
-                env=env,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for r in range(size)
-        ]
-        try:
-            outputs = [process.communicate(timeout=timeout) for process in ranks]
-        finally:
-            for process in ranks:
-                process.kill()
-    for process, (out, err) in zip(ranks, outputs):
-        assert process.returncode == 0, f"{out}\n{err}"
-    return [json.loads(out.rsplit("RESULT ", 1)[1]) for out, _ in outputs]
+        ranks = {}
+        for rank in range(size):
+            pid = os.fork()
+            if pid == 0:
+                _child(body, rank, size, folder)
+            ranks[pid] = rank
+        failed = _wait(ranks, time.monotonic() + timeout)
+        outputs = [Path(folder, f"{rank}.json") for rank in range(size)]
+        results = [json.loads(path.read_text()) if path.exists() else ["error", "no result"] for path in outputs]
+    errors = [f"rank {rank}: {value}" for rank, (kind, value) in enumerate(results) if kind == "error"]
+    assert not errors and not failed, "\n".join(errors)
+    return [value for _, value in results]
+
+
+def _child(body: str, rank: int, size: int, folder: str) -> None:
+    code = 1
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+        scope: dict[str, Any] = {"torch": torch, "dist": dist}
+        exec("def body(rank, size):\n" + "\n".join("    " + line for line in body.splitlines()), scope)
+        outcome = ["ok", scope["body"](rank, size)]
+        Path(folder, f"{rank}.json").write_text(json.dumps(outcome))
+        dist.barrier()
+        code = 0
+    except BaseException:
+        Path(folder, f"{rank}.json").write_text(json.dumps(["error", traceback.format_exc()]))
+    os._exit(code)
+
+
+def _wait(ranks: dict[int, int], deadline: float) -> bool:
+    """Waits for all; when one fails the others get two seconds. True when one failed."""
+    failed = False
+    while ranks:
+        pid, status = _reap(ranks)
+        if pid in ranks:
+            del ranks[pid]
+            if os.waitstatus_to_exitcode(status) != 0 and not failed:
+                failed, deadline = True, min(deadline, time.monotonic() + 2.0)
+        elif time.monotonic() > deadline:
+            failed = True
+            for other in ranks:
+                os.kill(other, signal.SIGKILL)
+            deadline = float("inf")
+        else:
+            time.sleep(0.005)
+    return failed
+
+
+def _reap(ranks: dict[int, int]) -> tuple[int, int]:
+    """One finished rank and its status, or (0, 0); other children of this process are left alone."""
+    for pid in ranks:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return done, status
+    return 0, 0
