@@ -100,6 +100,7 @@ def aggregation(subject: Subject) -> Iterator[Finding]:
     if (
         not isinstance(entry, str)
         and entry.only_loss_agg_modes
+        and algorithm.loss_agg_mode is not None
         and algorithm.loss_agg_mode not in entry.only_loss_agg_modes
     ):
         yield error(
@@ -108,8 +109,9 @@ def aggregation(subject: Subject) -> Iterator[Finding]:
             text=f"algorithm.loss_agg_mode = {algorithm.loss_agg_mode}, but "
             f"algorithm.policy_loss = {algorithm.policy_loss} is defined for {' or '.join(entry.only_loss_agg_modes)}",
         )
-    if algorithm.loss_scale_factor is not None and algorithm.loss_agg_mode != "seq-mean-token-sum-norm":
-        yield no_effect("algorithm.loss_scale_factor", f"algorithm.loss_agg_mode = {algorithm.loss_agg_mode}")
+    mode = algorithm.loss_agg_mode or ("token-mean" if isinstance(entry, str) else entry.loss_agg_mode)
+    if algorithm.loss_scale_factor is not None and mode != "seq-mean-token-sum-norm":
+        yield no_effect("algorithm.loss_scale_factor", f"algorithm.loss_agg_mode = {mode}")
 
 
 def kl_terms(subject: Subject) -> Iterator[Finding]:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from fastrl.config.findings import Finding, Rule, Subject, error, no_effect, warning
 from fastrl.config.suggest import closest, did_you_mean
+from fastrl.errors import DataError
 
-FILE_KINDS = (".jsonl", ".json", ".parquet", ".csv")
+FILE_KINDS = (".jsonl", ".parquet", ".csv")
 BUILTIN_MODELS = ("builtin:tiny",)
 BUILTIN_REWARDS = ("exact", "math", "reasoning_gym", "regex")
 
@@ -26,7 +27,7 @@ def prompt_sources(subject: Subject) -> Iterator[Finding]:
     for key, names in (("data.train", _as_list(data.train)), ("data.validation", _as_list(data.validation))):
         for index, name in enumerate(names):
             in_list = not isinstance(getattr(data, key.split(".")[1]), str)
-            yield from _prompt_source(f"{key}[{index}]" if in_list else key, name)
+            yield from _prompt_source(f"{key}[{index}]" if in_list else key, name, subject)
         options = f"{key}_options"
         if (
             names
@@ -43,9 +44,11 @@ def prompt_sources(subject: Subject) -> Iterator[Finding]:
         yield warning("data.validation", "data.train", text=text)
 
 
-def _prompt_source(key: str, name: str) -> Iterator[Finding]:
+def _prompt_source(key: str, name: str, subject: Subject) -> Iterator[Finding]:
     if name.startswith("task:"):
-        if name.startswith("task:reasoning_gym/") and importlib.util.find_spec("reasoning_gym") is None:
+        if not name.startswith("task:reasoning_gym/"):
+            yield from _task_problem(key, name, subject)
+        elif importlib.util.find_spec("reasoning_gym") is None:
             text = f"{key} = {name}: reasoning-gym is not installed: pip install 'fastrl[reasoning]'"
             yield Finding((key,), text, "missing_package")
         return
@@ -66,6 +69,19 @@ def _prompt_source(key: str, name: str) -> Iterator[Finding]:
     elif path.suffix == ".parquet" and importlib.util.find_spec("pyarrow") is None:
         text = f"{key} = {name}: reading parquet needs pyarrow: pip install 'fastrl[data]'"
         yield Finding((key,), text, "missing_package")
+
+
+def _task_problem(key: str, name: str, subject: Subject) -> Iterator[Finding]:
+    """Make one problem: an unknown task, option or value says so."""
+    from fastrl.data.tasks import task_rows
+
+    data = subject.config.data
+    split = "validation" if key.startswith("data.validation") else "train"
+    options = {**data.train_options, **(data.validation_options if split == "validation" else {})}
+    try:
+        next(iter(task_rows(name.removeprefix("task:"), split=split, options=options)), None)
+    except (DataError, TypeError) as problem:
+        yield error(key, f"data.{split}_options", "data.train_options", text=f"{key} = {problem}")
 
 
 def prompt_rendering(subject: Subject) -> Iterator[Finding]:

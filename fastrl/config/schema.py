@@ -80,7 +80,7 @@ class AlgorithmConfig(Section):
     dual_clip: float | None = Field(3.0, gt=1, description="cap of the loss for negative advantages, as a ratio; null is off")
     gamma: float = Field(1.0, ge=0, le=1, description="discount per token")
     gae_lambda: float = Field(1.0, ge=0, le=1, description="lambda of generalised advantage estimation")
-    loss_agg_mode: Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean", "prompt-mean"] = Field("token-mean", description="how token losses become one number")
+    loss_agg_mode: Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean", "prompt-mean"] | None = Field(None, description="how token losses become one number; null takes the mode of the loss (token-mean for most)")
     loss_scale_factor: float | None = Field(None, gt=0, description="constant divisor of seq-mean-token-sum-norm, in tokens; null takes rollout.max_response_tokens")
     num_updates_per_step: int = Field(1, ge=1, description="optimizer updates that one rollout batch is split into, per epoch over it")
     num_epochs_per_batch: int = Field(1, ge=1, description="passes over one rollout batch")

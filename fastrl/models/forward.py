@@ -8,6 +8,7 @@ from typing import Protocol
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from fastrl.models.double import keep_double
 from fastrl.models.head import trunk
 from fastrl.models.training_layout import Segment, TrainingLayout
 
@@ -31,12 +32,13 @@ class Packed(Protocol):
 def trunk_rows(model: PreTrainedModel, micro: Packed) -> Tensor:
     """All last hidden rows [U, H] of a micro-batch."""
     layout = TrainingLayout(micro.segments, micro.input_ids.device)
-    output = trunk(model)(
-        input_ids=micro.input_ids[None],
-        position_ids=micro.position_ids[None],
-        use_cache=False,
-        fastrl_layout=layout,
-    )
+    with keep_double(model):
+        output = trunk(model)(
+            input_ids=micro.input_ids[None],
+            position_ids=micro.position_ids[None],
+            use_cache=False,
+            fastrl_layout=layout,
+        )
     return output.last_hidden_state[0]
 
 

@@ -139,8 +139,8 @@ class Trainer:
         if self.step_number >= self.config.critic.warmup_steps or parts.critic is None:
             with timer("update_actor"):
                 self.update_actor(batch, packed)
-        with timer("sync_weights"):
-            self.sync_weights()
+            with timer("sync_weights"):
+                self.sync_weights()
         self.step_number += 1
         return batch, self.close_step(batch, started)
 
@@ -211,7 +211,7 @@ class Trainer:
             batch,
             sequences,
             mask,
-            loss_agg_mode=a.loss_agg_mode,
+            loss_agg_mode=self.plan.loss_agg_mode,
             loss_scale_factor=factor,
             entropy_coef=self.parts.entropy.value,
         )
@@ -223,10 +223,10 @@ class Trainer:
         mask = batch.response_mask & batch.need("valid")[batch.sequence_index]
         for _ in range(self.config.critic.num_epochs_per_batch or self.plan.epochs_per_batch):
             for sequences, micro_batches in packed:
-                members = self.members(
-                    batch, sequences, batch.response_mask & batch.need("valid")[batch.sequence_index]
-                )
-                critic.update(members, micro_batches, self.metrics)
+                members = self.members(batch, sequences, mask)
+                kept = [micro for micro in (keep_rows(m, mask) for m in micro_batches) if micro is not None]
+                if members.num_tokens:
+                    critic.update(members, kept, self.metrics)
 
     def update_actor(self, batch: RolloutBatch, packed: Packed) -> None:
         """The policy's epochs over the batch; the first forward of each token also gives the mismatch."""

@@ -26,6 +26,7 @@ class Plan:
     selection: bool  # a no-gradient pass at the start of each optimizer batch
     correction: bool  # rollout correction weights
     gradient_in_forward: bool  # token-level loss: the head's gradient is made in its forward
+    loss_agg_mode: str  # the configured one, else the loss's own
     updates_per_step: int
     epochs_per_batch: int
     roles: frozenset[Role]
@@ -57,6 +58,7 @@ def make_plan(config: Config) -> Plan:
         selection=selection,
         correction=a.correction != "none",
         gradient_in_forward=loss.level != "sequence",
+        loss_agg_mode=a.loss_agg_mode or loss.loss_agg_mode,
         updates_per_step=a.num_updates_per_step,
         epochs_per_batch=a.num_epochs_per_batch,
         roles=roles_of(config),
@@ -104,7 +106,7 @@ def describe(config: Config) -> list[str]:
         f"values        {'critic runs: ' + a.advantage + ' needs values' if plan.critic else 'no critic: ' + a.advantage + ' needs no values'}",
         f"reward        {' + '.join(config.reward.functions)}",
         f"advantage     {a.advantage}",
-        f"update        {a.policy_loss}, {a.loss_agg_mode}, {plan.updates_per_step} update(s) x {plan.epochs_per_batch} epoch(s); head: {head}; {prompts}",
+        f"update        {a.policy_loss}, {plan.loss_agg_mode}, {plan.updates_per_step} update(s) x {plan.epochs_per_batch} epoch(s); head: {head}; {prompts}",
     ]
     if plan.critic and config.critic.warmup_steps:
         lines.append(f"warm-up       only the critic learns in the first {config.critic.warmup_steps} steps")

@@ -93,7 +93,7 @@ def load_model_state(
 def random_state() -> dict[str, Any]:
     """Generators of Python, NumPy and torch as tensors."""
     _, words, *_ = random.getstate()
-    name, keys, position, *_ = np.random.get_state(legacy=True)  # type: ignore[misc]
+    _, keys, position, *_ = np.random.get_state(legacy=True)  # type: ignore[misc]
     return {
         "python": torch.tensor(words, dtype=torch.int64),
         "numpy": torch.from_numpy(np.asarray(keys).astype(np.int64)),
@@ -105,5 +105,5 @@ def random_state() -> dict[str, Any]:
 def set_random_state(state: dict[str, Any]) -> None:
     """Put the generators back."""
     random.setstate((3, tuple(state["python"].tolist()), None))
-    np.random.set_state(("MT19937", state["numpy"].numpy().astype(np.uint32), int(state["numpy_position"])))
+    np.random.set_state(("MT19937", state["numpy"].numpy().astype(np.uint32), int(state["numpy_position"]), 0, 0.0))
     torch.set_rng_state(state["torch"])

@@ -1,0 +1,159 @@
+"""The gradient of an optimizer batch does not depend on micro-batches, packing order or prompt sharing: every loss, every mode."""
+
+import pytest
+import torch
+
+from fastrl.algorithms.registry import check_options, get_correction, get_policy_loss, list_policy_losses
+from fastrl.data.packing import pack
+from fastrl.models.attention import IMPLEMENTATION
+from fastrl.trainer.actor import Actor
+from fastrl.trainer.losses import LossSettings, OptimizerBatch
+from fastrl.trainer.metrics import Metrics
+from fastrl.trainer.normalizers import keep_rows, optimizer_batch
+from fastrl.trainer.optim import Optimizer, Schedule
+
+from tiny_models import ragged_batch, tiny_model
+
+MODES = [
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-sum-norm",
+    "seq-mean-token-mean",
+    "prompt-mean",
+]
+OPTIONS = {"dro": {"beta": 0.1}, "kimi": {"beta": 0.1}}
+
+
+def batch_with_everything(dtype):
+    batch = ragged_batch([4, 6, 3], [[3, 5, 1], [2, 0, 4], [6, 2]], seed=3)
+    generator = torch.Generator().manual_seed(5)
+
+    def noise(scale, size=batch.num_tokens):
+        return (torch.randn(size, generator=generator, dtype=torch.float64) * scale).to(dtype)
+
+    old = -noise(0.5).abs() - 2.5
+    mask = batch.response_mask.clone()
+    mask[[1, 9]] = False
+    return batch.with_(
+        scores=noise(1.0, batch.num_sequences),
+        valid=torch.ones(batch.num_sequences, dtype=torch.bool),
+        old_log_prob=old,
+        rollout_log_prob=old + noise(0.3),
+        ref_log_prob=old + noise(0.2),
+        advantages=noise(1.0),
+        loss_mask=mask,
+    )
+
+
+def settings_of(name, correction):
+    loss = get_policy_loss(name)
+    options = check_options(loss, OPTIONS.get(name, {}))
+    return LossSettings(policy_loss=loss, options=options, kl_coef=0.1, correction=None)
+
+
+def gradient(name, mode, dtype, *, max_tokens, share, reverse=False, correction=False):
+    """Flat gradient of one optimizer batch under the given split."""
+    model = tiny_model("llama", dtype=dtype)
+    model.set_attn_implementation(IMPLEMENTATION)
+    settings = settings_of(name, correction)
+    batch = batch_with_everything(dtype)
+    if correction:
+        made = get_correction("token_truncate").call(
+            {n: getattr(batch, n, None) for n in get_correction("token_truncate").data}, {}
+        )
+        batch = batch.with_(rollout_weight=made.weight)
+    optimizer = Optimizer(model, Schedule(0.0), name="policy")
+    in_forward = settings.policy_loss.level != "sequence"
+    actor = Actor(model, optimizer, settings, temperature=0.8, dtype=dtype, gradient_in_forward=in_forward)
+    mask = batch.loss_mask
+    members = optimizer_batch(
+        batch, torch.arange(batch.num_sequences), mask, loss_agg_mode=mode, loss_scale_factor=7.0, entropy_coef=0.05
+    )
+    micro_batches = pack(batch, max_tokens=max_tokens, share_prompts=share)
+    if settings.policy_loss.select is not None:
+        members = with_selection(actor, members, micro_batches)
+    micro_batches = [m for m in (keep_rows(m, mask) for m in micro_batches) if m is not None]
+    seen = torch.zeros(batch.num_tokens, dtype=dtype)
+    total = sum(
+        actor.backward(members, m, seen, Metrics()) for m in (reversed(micro_batches) if reverse else micro_batches)
+    )
+    flat = torch.cat([p.grad.flatten() for p in model.parameters()])
+    return float(total), flat
+
+
+def with_selection(actor, members, micro_batches):
+    from dataclasses import replace
+
+    rows = actor.log_prob(members.batch, micro_batches, want_entropy=True)
+    batch = members.batch
+    data = {
+        "log_prob": rows["log_prob"],
+        "old_log_prob": batch.old_log_prob,
+        "advantages": batch.advantages,
+        "entropy": rows["entropy"],
+        "loss_mask": members.scale != 0,
+        "cu_seqlens": batch.cu_seqlens,
+        "sample_id": batch.sample_id,
+        "seed": 1,
+        "update": 0,
+    }
+    loss = actor.settings.policy_loss
+    return replace(members, selection=loss.make_selection(data, actor.settings.options))
+
+
+SPLITS = [
+    {"max_tokens": 1000, "share": True},
+    {"max_tokens": 1000, "share": False},
+    {"max_tokens": 22, "share": True},
+    {"max_tokens": 12, "share": True, "reverse": True},
+    {"max_tokens": 9, "share": False},
+]
+
+
+def allowed_modes(name):
+    only = get_policy_loss(name).only_loss_agg_modes
+    return [mode for mode in MODES if not only or mode in only]
+
+
+def agree(name, mode, dtype, tolerance, correction, splits):
+    loss, first = gradient(name, mode, dtype, correction=correction, **splits[0])
+    assert torch.isfinite(first).all() and first.norm() > 0
+    for split in splits[1:]:
+        again, other = gradient(name, mode, dtype, correction=correction, **split)
+        assert again == pytest.approx(loss, rel=tolerance, abs=tolerance), split
+        assert (other - first).norm() <= tolerance * first.norm(), split
+
+
+@pytest.mark.parametrize("name", list_policy_losses())
+def test_every_loss_in_double(name):
+    for mode in allowed_modes(name)[:1] + allowed_modes(name)[5:]:
+        agree(name, mode, torch.float64, 1e-9, True, SPLITS)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_in_single_and_double(mode):
+    agree("clip", mode, torch.float64, 1e-9, False, SPLITS)
+    agree("clip", mode, torch.float32, 1e-5, False, SPLITS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("correction", [False, True])
+@pytest.mark.parametrize("name", list_policy_losses())
+def test_every_loss_and_mode(name, correction):
+    for mode in allowed_modes(name):
+        agree(name, mode, torch.float64, 1e-9, correction, SPLITS)
+        agree(name, mode, torch.float32, 1e-5, correction, SPLITS)
+
+
+def test_a_division_per_micro_batch_would_be_seen():
+    """The same batch with the scale of each micro-batch's own tokens gives another gradient: the test can fail."""
+    batch = batch_with_everything(torch.float64)
+    scale = {}
+    for micro in pack(batch, max_tokens=12):
+        members = optimizer_batch(
+            batch, micro.sequences, batch.loss_mask, loss_agg_mode="token-mean", loss_scale_factor=None
+        )
+        scale |= {int(s): float(members.scale.max()) for s in micro.sequences}
+    assert len(set(scale.values())) > 1
+    assert isinstance(members, OptimizerBatch)
