@@ -48,6 +48,6 @@ def top_k_forward_kl(
 def teacher_advantage(
     log_prob: Tensor, teacher_log_prob: Tensor, advantages: Tensor | None = None, *, weight: Tensor | float = 1.0
 ) -> Tensor:
-    """[advantages +] weight (teacher_log_prob - log_prob): [T], detached; weight may differ by token (several teachers)."""
+    """[advantages +] weight (teacher_log_prob - log_prob): [T], detached; weight may differ by token."""
     signal = weight * (teacher_log_prob - log_prob).detach()
     return signal if advantages is None else advantages + signal

@@ -9,6 +9,7 @@ import inspect
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -46,14 +47,14 @@ class Entry:
             KeyError: a field that the function cannot do without is missing or None; the message names it.
         """
         if self.kind == "policy_loss":
-            data = hidden(data)
+            data = hidden(data, self.fn)
         return self.fn(*take(self, self.fn, data), **self.own(self.fn, options))
 
     def make_selection(self, data: Mapping[str, Any], options: Mapping[str, Any] | None = None) -> Any:
         """The selection mask [T] of a batch-level loss, from detached tensors of the whole optimizer batch."""
         if self.select is None:
             raise TypeError(f"{self.name} selects nothing")
-        return self.select(*take(self, self.select, hidden(data)), **self.own(self.select, options))
+        return self.select(*take(self, self.select, hidden(data, self.select)), **self.own(self.select, options))
 
     def complete(self, options: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Every option of the function with its value: the given one, else the default."""
@@ -72,21 +73,25 @@ class Entry:
 
     def own(self, fn: Callable[..., Any], options: Mapping[str, Any] | None) -> dict[str, Any]:
         """The options that are meant for `fn`: those of the selection and `whiten` go elsewhere."""
-        elsewhere = (set(self.options) | {"whiten"}) - set(keyword_options(fn))
+        elsewhere = (set(self.options) | {"whiten"}) - option_names(fn)
         return {k: v for k, v in {**self.preset, **(options or {})}.items() if k not in elsewhere}
 
 
-def hidden(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The data with every float tensor of the mask's shape set to 0 where `loss_mask` is False."""
+CARRY_GRADIENT = ("log_prob", "entropy")  # everything else that a policy loss gets is detached
+
+
+def hidden(data: Mapping[str, Any], fn: Callable[..., Any]) -> dict[str, Any]:
+    """What `fn` takes of the data: floats of the mask's shape are 0 where the mask is False, all but two detached."""
     mask = data.get("loss_mask")
-    if mask is None:
-        return dict(data)
-    mask = mask.bool()
-
-    def covered(value: Any) -> bool:
-        return isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == mask.shape
-
-    return {k: torch.where(mask, v, torch.zeros_like(v)) if covered(v) else v for k, v in data.items()}
+    out = {}
+    for name in positional(fn):
+        value = data.get(name)
+        if isinstance(value, torch.Tensor):
+            value = value if name in CARRY_GRADIENT else value.detach()
+            if mask is not None and value.is_floating_point() and value.shape == mask.shape:
+                value = torch.where(mask.bool(), value, torch.zeros_like(value))
+        out[name] = value
+    return out
 
 
 def take(entry: Entry, fn: Callable[..., Any], data: Mapping[str, Any]) -> list[Any]:
@@ -102,10 +107,18 @@ def take(entry: Entry, fn: Callable[..., Any], data: Mapping[str, Any]) -> list[
     return arguments
 
 
+@cache
 def positional(fn: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     """The parameters of `fn` that name data."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return {n: p for n, p in inspect.signature(fn).parameters.items() if p.kind in kinds}
+
+
+@cache
+def option_names(fn: Callable[..., Any]) -> frozenset[str]:
+    """The names of the keyword-only parameters of `fn`."""
+    parameters = inspect.signature(fn).parameters.items()
+    return frozenset(n for n, p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY)
 
 
 def keyword_options(fn: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:

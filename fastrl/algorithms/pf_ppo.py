@@ -34,7 +34,7 @@ def resampling_weights(
         worst = s == torch.where(ok, s, torch.inf).amin() if s.numel() else ok
         weights = (best | worst).double()
     elif mode == "max_random":
-        weights = torch.where(best, 0.4, 0.1).double()
+        weights = torch.where(best, torch.full_like(s, 0.4), torch.full_like(s, 0.1))
     else:
         raise ValueError(f"PF-PPO: mode = {mode!r} is none of pow, max_min, max_random")
     weights = torch.where(ok, weights, 0.0)

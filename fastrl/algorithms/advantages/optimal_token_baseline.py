@@ -71,7 +71,8 @@ def optimal_token_baseline(
 
 def shared_length(lengths: Tensor, index: Tensor, num_groups: int) -> Tensor:
     """Up to which position each response has company: the group's second-longest length for a strictly longest one, its
-    own length for the others: [S] int64."""
+    own length for the others: [S] float64."""
+    lengths = lengths.double()
     longest = group_max(lengths, index, num_groups)
     at_top = lengths == longest
     alone = group_sum(at_top.double(), index, num_groups) == 1

@@ -32,6 +32,11 @@ def ratio(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
     return log_ratio(log_prob, old_log_prob).exp()
 
 
+def choose(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
+    """One of two numbers for each token, in the type of `like`: [T]."""
+    return torch.where(condition, torch.full_like(like, yes), torch.full_like(like, no))
+
+
 def indicator(condition: Tensor, like: Tensor) -> Tensor:
     """1 where True, 0 elsewhere, in the type of `like`, without gradient."""
     return condition.detach().to(like.dtype)

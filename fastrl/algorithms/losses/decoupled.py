@@ -4,7 +4,7 @@
 
 proximal = recompute: pi_prox is the trainer's policy before the update (old_log_prob, one forward).
 proximal = loglinear: log pi_prox = log pi_rollout + alpha (sg(log_prob) - log pi_rollout), alpha = (v - 1)/v, v = how
-many updates ago the token was sampled: no forward. https://arxiv.org/abs/2505.24298 samples while training, so v differs.
+many updates ago the token was sampled: no forward. For engines that sample on while training updates the weights.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastrl.algorithms.losses.base import TokenLoss, ratio
+from fastrl.algorithms.losses.base import TokenLoss, choose, ratio
 from fastrl.algorithms.registry import register_policy_loss
 
 
@@ -24,6 +24,6 @@ def sapo(
 ) -> TokenLoss:
     """Soft-gated surrogate per token; log_prob, old_log_prob, advantages [T] float."""
     rho = ratio(log_prob, old_log_prob)
-    tau = torch.where(advantages > 0, tau_pos, tau_neg).to(rho.dtype)
+    tau = choose(advantages > 0, tau_pos, tau_neg, rho.detach())
     gate = torch.sigmoid(tau * (rho - 1.0)) * (4.0 / tau)
     return TokenLoss(-gate * advantages, {"gate": gate.detach(), "ratio": rho.detach()})

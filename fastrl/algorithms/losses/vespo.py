@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor
 
-from fastrl.algorithms.losses.base import MAX_LOG_RATIO, TokenLoss, log_ratio
+from fastrl.algorithms.losses.base import MAX_LOG_RATIO, TokenLoss, choose, log_ratio
 from fastrl.algorithms.ragged import sequence_sum, spread
 from fastrl.algorithms.registry import register_policy_loss
 
@@ -42,7 +41,6 @@ def vespo(
     log_w = spread(sequence_sum(d, loss_mask, cu_seqlens), cu_seqlens, d.numel())
     log_w = log_w.clamp(math.log(1e-8), MAX_LOG_RATIO)
     good = advantages >= 0
-    k = torch.where(good, k_pos, k_neg).to(d.dtype)
-    lam = torch.where(good, lam_pos, lam_neg).to(d.dtype)
+    k, lam = choose(good, k_pos, k_neg, d), choose(good, lam_pos, lam_neg, d)
     phi = (lam + k * log_w - lam * log_w.exp()).exp()
     return TokenLoss(-phi * advantages * log_prob, {"phi": phi, "ratio": log_w.exp()})
