@@ -6,7 +6,8 @@ Both are given to a model as `fastrl_layout=`; its attention layers then call `a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -78,15 +79,31 @@ class PrefillLayout:
     ) -> Tensor:
         """query [1, Hq, U, D], key and value [1, Hkv, U, D] -> [1, U, Hq, Dv]."""
         layer = int(module.layer_idx)  # type: ignore[arg-type]
-        self.kv[layer] = torch.cat([key[0], value[0]], dim=-1)
-        self.key_dims[layer] = key.shape[-1]
-        out = query.new_empty(query.shape[2], query.shape[1], value.shape[-1])
+        q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
+        return self.attend_rows(layer, q, k, v, scaling, sliding_window, softcap, sinks)[None]
+
+    def attend_rows(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """query [U, Hq, D], key and value [U, Hkv, D] -> [U, Hq, Dv]; keeps key and value."""
+        query, key, value = _autocast(query, key, value)
+        kv = torch.cat([key, value], dim=-1).transpose(0, 1).contiguous()  # [Hkv, U, Dk + Dv]
+        self.kv[layer], self.key_dims[layer] = kv, key.shape[-1]
+        out = query.new_empty(query.shape[0], query.shape[1], value.shape[-1])
         for prompt, start, end in self.packed.segments:
             where = self._index[prompt]
             whole = len(where) == end - start  # nothing shared: its tokens are the stream's start..end
-            k = key[:, :, start:end] if whole else key.index_select(2, where)
-            v = value[:, :, start:end] if whole else value.index_select(2, where)
-            q = query[:, :, start:end]
+            keys_values = (kv[:, start:end] if whole else kv.index_select(1, where))[None]
+            k, v = keys_values[..., : key.shape[-1]], keys_values[..., key.shape[-1] :]
+            q = query[start:end].transpose(0, 1)[None]
             mask = self._mask(end - start, len(where), sliding_window)
             if softcap is None and sinks is None:
                 causal = mask is None and end - start > 1
@@ -96,7 +113,7 @@ class PrefillLayout:
             else:
                 piece = _explicit(q, k, v, mask, scaling, softcap, sinks)
             out[start:end] = piece[0].transpose(0, 1)
-        return out[None]
+        return out
 
     def _mask(self, rows: int, keys: int, window: int | None) -> Tensor | None:
         """Bottom-right causal mask [rows, keys] bool; None where the plain causal (or no) mask says the same."""
@@ -127,6 +144,15 @@ def _explicit(
     return _softmax(scores, extra).to(v.dtype) @ v
 
 
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in autocast's type where autocast is on, so that keys and values are stored in it."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(t.to(dtype) for t in tensors)
+
+
 def _cap(scores: Tensor, softcap: float | None) -> Tensor:
     return scores if softcap is None else torch.tanh(scores / softcap) * softcap
 
@@ -137,6 +163,16 @@ def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
     if sinks is None:
         return torch.softmax(scores, dim=-1, dtype=dtype)
     return torch.softmax(torch.cat([scores, sinks.to(scores.dtype)], dim=-1), dim=-1, dtype=dtype)[..., :-1]
+
+
+class _Grid(NamedTuple):
+    """Rows of a pool of Gp prompts, arranged as Gp x n so that one batched product serves them."""
+
+    rows: Tensor  # [Gp n] the row in each place, row 0 where a prompt has fewer than n
+    back: Tensor  # [m] the place of each member
+    members: Tensor  # [m] the pool's rows, ascending
+    n: int
+    complete: bool  # whether the members are all rows
 
 
 class DecodeLayout:
@@ -169,12 +205,11 @@ class DecodeLayout:
         self.cache.lengths = self.cache.lengths + 1
 
     def _index_rows(self) -> None:
-        """For each pool: its rows by group [Gp * n] (row 0 fills up), the way back [rows], the rows [rows], and n."""
+        """Find the rows of each pool's groups."""
         cache = self.cache
-        rows = cache.num_rows
-        self._prompt_lengths_np = np.zeros(rows, np.int64)
-        self._grids: list[tuple[Tensor, Tensor, Tensor, int] | None] = []
-        self._longest_prompt = 0
+        self._prompt_lengths_np = np.zeros(cache.num_rows, np.int64)
+        self._grids: list[_Grid | None] = []
+        widths = []
         self._ragged_prompts = False
         for pool in cache.pools:
             slot = {group: i for i, group in enumerate(pool.groups)}
@@ -188,15 +223,15 @@ class DecodeLayout:
             rank = np.empty(len(slots), np.int64)  # of a row among those of its group
             rank[order] = np.arange(len(slots)) - np.repeat(np.cumsum(counts) - counts, counts)
             n = int(counts.max())
-            grid = np.zeros(len(pool.groups) * n, np.int64)
-            grid[slots * n + rank] = members
+            rows = np.zeros(len(pool.groups) * n, np.int64)
+            rows[slots * n + rank] = members
             self._prompt_lengths_np[members] = pool.lengths[slots]
-            width = pool.kv[0].shape[2]
-            self._longest_prompt = max(self._longest_prompt, width)
-            self._ragged_prompts |= bool((pool.lengths[slots] != width).any())
-            self._grids.append((self._put(grid), self._put(slots * n + rank), self._put(members), n))
-        used = [pool.kv[0].shape[2] for pool, grid in zip(cache.pools, self._grids) if grid]
-        self._ragged_prompts |= any(width != self._longest_prompt for width in used)
+            widths.append(pool.kv[0].shape[2])
+            self._ragged_prompts |= bool((pool.lengths[slots] != widths[-1]).any())
+            back, complete = self._put(slots * n + rank), len(members) == cache.num_rows
+            self._grids.append(_Grid(self._put(rows), back, self._put(members), n, complete))
+        self._longest_prompt = max(widths)
+        self._ragged_prompts |= min(widths) != self._longest_prompt
         self._prompt_lengths = self._put(self._prompt_lengths_np)
 
     def _put(self, array: np.ndarray) -> Tensor:
@@ -249,6 +284,7 @@ class DecodeLayout:
     ) -> Tensor:
         """query [M, Hq, D], key and value [M, Hkv, D] -> [M, Hq, Dv]; stores key and value as the rows' next token."""
         cache = self.cache
+        query, key, value = _autocast(query, key, value)
         rows, heads, _ = query.shape
         kv_heads, dk = key.shape[1], key.shape[2]
         own = cache.own[layer][:rows]
@@ -260,43 +296,44 @@ class DecodeLayout:
             own[where, :, self._lengths] = torch.cat([key, value], dim=-1)
         own = own[:, :, : self._step + 1]
         q = (query * scaling).reshape(rows, kv_heads, heads // kv_heads, dk)
-        scores = torch.cat([self._prompt_scores(layer, q, dk), q @ own[..., :dk].transpose(-1, -2)], dim=-1)
-        scores = _cap(scores, softcap)
+        own_scores = torch.matmul(q, own[..., :dk].transpose(-1, -2))
+        scores = _cap(torch.cat([self._prompt_scores(layer, q, dk), own_scores], dim=-1), softcap)
         mask = self._mask(sliding_window)
         if mask is not None:
             scores.masked_fill_(~mask, -math.inf)
         extra = None if sinks is None else sinks.reshape(1, kv_heads, -1, 1).expand(rows, kv_heads, -1, 1)
         weights = _softmax(scores, extra).to(value.dtype)
-        out = weights[..., self._longest_prompt :] @ own[..., dk:]
+        out = torch.matmul(weights[..., self._longest_prompt :], own[..., dk:])
         self._add_prompt_values(layer, weights, out, dk)
         return out.reshape(rows, heads, value.shape[-1])
 
     def _prompt_scores(self, layer: int, q: Tensor, dk: int) -> Tensor:
         """q [M, Hkv, r, D] -> scores against the prompts [M, Hkv, r, P]."""
         out = None
-        for pool, entry in zip(self.cache.pools, self._grids):
-            if entry is None:
-                continue
-            grid, back, members, n = entry
-            kv = pool.kv[layer]
-            grouped = q[grid].unflatten(0, (-1, n)).transpose(1, 2).flatten(2, 3)  # [Gp, Hkv, n r, D]
-            scores = grouped @ kv[..., :dk].transpose(-1, -2)
-            scores = scores.unflatten(2, (n, -1)).transpose(1, 2).flatten(0, 1)[back]  # [rows, Hkv, r, Pp]
-            if len(members) == self.cache.num_rows:
+        for kv, grid in self._pools(layer):
+            grouped = q.index_select(0, grid.rows).unflatten(0, (-1, grid.n)).transpose(1, 2).flatten(2, 3)
+            scores = torch.matmul(grouped, kv[..., :dk].transpose(-1, -2))  # [Gp, Hkv, n r, Pp]
+            scores = scores.unflatten(2, (grid.n, -1)).transpose(1, 2).flatten(0, 1).index_select(0, grid.back)
+            if grid.complete:
                 return scores
             if out is None:
                 out = q.new_zeros(*q.shape[:3], self._longest_prompt)
-            out[members, :, :, : scores.shape[-1]] = scores
+            out[grid.members, :, :, : scores.shape[-1]] = scores
         assert out is not None
         return out
 
     def _add_prompt_values(self, layer: int, weights: Tensor, out: Tensor, dk: int) -> None:
         """out [M, Hkv, r, Dv] += weights over the prompts times their values."""
-        for pool, entry in zip(self.cache.pools, self._grids):
-            if entry is None:
-                continue
-            grid, back, members, n = entry
-            kv = pool.kv[layer]
-            w = weights[grid, :, :, : kv.shape[2]].unflatten(0, (-1, n)).transpose(1, 2).flatten(2, 3)
-            piece = (w @ kv[..., dk:]).unflatten(2, (n, -1)).transpose(1, 2).flatten(0, 1)
-            out.index_add_(0, members, piece[back])
+        for kv, grid in self._pools(layer):
+            w = weights[..., : kv.shape[2]].index_select(0, grid.rows)
+            w = w.unflatten(0, (-1, grid.n)).transpose(1, 2).flatten(2, 3)
+            part = torch.matmul(w, kv[..., dk:]).unflatten(2, (grid.n, -1)).transpose(1, 2).flatten(0, 1)
+            if grid.complete:
+                out.add_(part.index_select(0, grid.back))
+            else:
+                out.index_add_(0, grid.members, part.index_select(0, grid.back))
+
+    def _pools(self, layer: int) -> Iterator[tuple[Tensor, _Grid]]:
+        for pool, grid in zip(self.cache.pools, self._grids):
+            if grid is not None:
+                yield pool.kv[layer], grid

@@ -18,6 +18,7 @@ from fastrl.errors import EngineError, ModelError
 from fastrl.models.head import head_of
 from fastrl.rollout.engine import EngineHealth, GenerationRequest, Sample, SamplingParams, WakePart, check_requests
 from fastrl.rollout.generation import Generation, Running
+from fastrl.rollout.plain_decoder import PlainDecoder, why_not_plain
 from fastrl.rollout.runner import ModuleRunner, Runner, uses_layouts
 
 
@@ -32,6 +33,8 @@ class NativeEngine:
         autocast_dtype: compute type of matrix products (torch.bfloat16), or None for the parameters' own.
         max_prefill_tokens: prompt tokens per prefill pass; a longer prompt goes alone.
         share_prefixes: samples of a prompt that have drawn the same tokens so far are computed once.
+        fast_path: use PlainDecoder where the model is plain (on the CPU it keeps a packed copy of the weights while
+            awake); False always takes the model's own forward pass.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class NativeEngine:
         autocast_dtype: torch.dtype | None = None,
         max_prefill_tokens: int = 8192,
         share_prefixes: bool = True,
+        fast_path: bool = True,
     ) -> None:
         if not uses_layouts(model):
             raise ModelError(
@@ -60,6 +64,9 @@ class NativeEngine:
         self.device = next(model.parameters()).device
         self.vocabulary_size = int(head_of(model).weight.shape[0])
         self._runner: Runner = ModuleRunner(model, self.device)
+        self.general_because = why_not_plain(model) if fast_path else "fast_path is off"
+        if self.general_because is None:
+            self._runner = PlainDecoder(model, self.device, autocast_dtype=autocast_dtype)
         self._current: Generation | None = None
         self._abort = threading.Event()
         self._asleep = False
