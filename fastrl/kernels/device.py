@@ -55,24 +55,6 @@ def exp_minus_1_minus(x):
 
 
 @triton.jit
-def first_lane(x, lane):
-    """The value in lane 0."""
-    return tl.sum(tl.where(lane == 0, x, 0.0), axis=0)
-
-
-@triton.jit
-def compose(later_a, later_b, a, b):
-    """The affine map c -> a c + b applied after the map of the later tokens (the scan hands those in first)."""
-    return a * later_a, a * later_b + b
-
-
-@triton.jit
-def compose_with_entry(later_a, later_b, later_u, later_v, a, b, u, v):
-    """As `compose`; u c + v is what the carry that *enters* the earliest token adds up to there."""
-    return a * later_a, a * later_b + b, u * later_a, u * later_b + v
-
-
-@triton.jit
 def sequence_of(cu_seqlens, offsets, sequences, steps):
     """Sequence number of each token by bisection: the largest s with cu_seqlens[s] <= t (below `sequences`)."""
     low = offsets * 0
