@@ -44,15 +44,17 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return files, overrides
 
 
-def load_arguments(arguments: Sequence[str] | None, *, only_look: bool = False) -> LoadedConfig:
-    """The checked configuration that the arguments of `train` or `eval` describe; warnings go to stderr."""
+def load_arguments(
+    arguments: Sequence[str] | None, *, only_look: bool = False, show_warnings: bool = True
+) -> LoadedConfig:
+    """The checked configuration that the arguments describe; its warnings go to stderr, if nobody else shows them."""
     from fastrl.config import load_config
 
     files, overrides = split_arguments(arguments or ())
     if not files:
         raise ConfigError("which configuration? give at least one YAML file, as in `fastrl train configs/ppo.yaml`")
     loaded = load_config(files, overrides, only_look=only_look)
-    for warning in loaded.warnings:
+    for warning in loaded.warnings if show_warnings else ():
         print(f"warning: {warning}", file=sys.stderr)
     return loaded
 
@@ -103,8 +105,9 @@ def train(
     CONFIG are YAML files, composed left to right; section.key=value sets single keys, as in
     `fastrl train configs/ppo.yaml optim.lr=1e-5 run.name=first`.
     """
-    loaded = load_arguments(arguments, only_look=dry_run)
-    from fastrl.trainer.loop import run_training
+    # A run shows the warnings itself, where they also reach its log.
+    loaded = load_arguments(arguments, only_look=dry_run, show_warnings=dry_run)
+    from fastrl.run import run_training
 
     run_training(loaded, resume=resume, dry_run=dry_run)
 
@@ -114,17 +117,25 @@ def evaluate(
     arguments: Arguments = None,
     checkpoint: Annotated[
         str | None,
-        typer.Option(metavar="[auto|PATH]", help="Weights of a checkpoint or run; without it the model of the config."),
+        typer.Option(metavar="PATH", help="Weights of a checkpoint or of a run; by default those of the argument."),
     ] = None,
 ) -> None:
     """Score a model on the held-out prompts.
 
-    `fastrl eval runs/first/config.yaml --checkpoint runs/first` scores the newest checkpoint of a run.
+    `fastrl eval runs/first` scores the newest checkpoint of a run on its own held-out prompts, `fastrl eval my.yaml`
+    the model that a configuration starts from; section.key=value overrides keys.
     """
-    loaded = load_arguments(arguments)
-    from fastrl.trainer.loop import run_evaluation
+    words, runs = [], []
+    for word in arguments or ():
+        folder = next((f for f in (Path(word), Path("runs") / word) if (f / "config.yaml").is_file()), None)
+        words.append(word if folder is None else str(folder / "config.yaml"))
+        runs += [] if folder is None else [folder]
+    if len(runs) > 1:
+        raise ConfigError(f"one run at a time: {', '.join(map(str, runs))}")
+    loaded = load_arguments(words)
+    from fastrl.run import run_evaluation
 
-    run_evaluation(loaded, checkpoint=checkpoint)
+    run_evaluation(loaded, checkpoint=checkpoint or (str(runs[0]) if runs else None))
 
 
 @app.command()
@@ -173,29 +184,37 @@ def plot(
     out: Annotated[
         str | None, typer.Option("--out", "-o", metavar="FILE", help="Picture to write (.png, .svg, .pdf).")
     ] = None,
+    metrics: Annotated[
+        list[str] | None, typer.Option("--metric", "-m", metavar="NAME", help="Draw this metric (reward/*: several).")
+    ] = None,
 ) -> None:
     """Draw the training curves of one or several runs."""
     from fastrl.report.plots import plot_runs
 
     folders = [run_folder(name) for name in runs]
-    target = Path(out) if out else folders[0] / "curves.png"
-    plot_runs(folders, target)
-    print(f"wrote {target}")
+    print(f"wrote {plot_runs(folders, out or folders[0] / 'curves.png', metrics or None)}")
 
 
 @app.command()
 def export(
     run: Run,
     folder: Annotated[str, typer.Argument(metavar="DIR", help="New folder for the model.", show_default=False)],
+    dtype: Annotated[
+        str | None, typer.Option(metavar="float32|bfloat16|float16", help="Type of the weights; by default as trained.")
+    ] = None,
 ) -> None:
     """Write a run's model as a Hugging Face folder.
 
-    The newest checkpoint of RUN is taken.
+    The newest checkpoint of RUN is taken; RUN may also be one of its checkpoints.
     """
+    if dtype not in (None, "float32", "bfloat16", "float16"):
+        raise ConfigError(f"--dtype {dtype}: must be float32, bfloat16 or float16")
+    target = Path(folder)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{folder} exists and is not empty: name a new folder")
     from fastrl.trainer.export import export_run
 
-    export_run(run_folder(run), Path(folder))
-    print(f"wrote {folder}")
+    print(f"wrote {export_run(run_folder(run), target, dtype=dtype)}")
 
 
 @app.command()
@@ -204,22 +223,23 @@ def rollouts(
     step: Annotated[int | None, typer.Option(metavar="N", help="Show this step; the last one by default.")] = None,
     limit: Annotated[int, typer.Option(metavar="N", min=1, help="Show at most so many samples.")] = 8,
     sort: Annotated[str, typer.Option(metavar="written|best|worst", help="Which samples come first.")] = "written",
+    split: Annotated[str | None, typer.Option(metavar="train|validation", help="Show one of the two only.")] = None,
 ) -> None:
     """Show what the model wrote: prompt, response, score."""
     from fastrl.report.samples import show_rollouts
 
-    show_rollouts(run_folder(run), step=step, limit=limit, sort=sort)
+    show_rollouts(run_folder(run), step=step, limit=limit, sort=sort, split=split)
 
 
 def expand_optional_values(arguments: Sequence[str]) -> list[str]:
-    """Give a bare `--resume` or `--checkpoint` its value `auto`: no option, configuration or override is its value."""
+    """Give a bare `--resume` its value `auto`: an option, a configuration or an override is not its value."""
     result = list(arguments)
     for index, argument in enumerate(result):
-        if argument in {"--resume", "--checkpoint"}:
+        if argument == "--resume":
             following = result[index + 1] if index + 1 < len(result) else ""
             no_value = not following or following.startswith("-") or following.endswith((".yaml", ".yml"))
             if no_value or ("=" in following and not os.path.exists(following)):
-                result[index] = f"{argument}=auto"
+                result[index] = "--resume=auto"
     return result
 
 

@@ -36,7 +36,7 @@ def command(*arguments: str, cwd: Path | None = None, **options) -> subprocess.C
 @pytest.fixture
 def trainer(monkeypatch):
     """Stands in for the training loop: records what the command line asks for, and raises what it is told to."""
-    loop = types.ModuleType("fastrl.trainer.loop")
+    loop = types.ModuleType("fastrl.run")
     loop.calls = []  # type: ignore[attr-defined]
     loop.error = None  # type: ignore[attr-defined]
 
@@ -46,7 +46,7 @@ def trainer(monkeypatch):
             raise loop.error
 
     loop.run_training = loop.run_evaluation = record  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "fastrl.trainer.loop", loop)
+    monkeypatch.setitem(sys.modules, "fastrl.run", loop)
     return loop
 
 
@@ -150,19 +150,29 @@ def test_resume_with_and_without_a_value(ppo, trainer, arguments, resume):
     assert trainer.calls[0][1]["resume"] == resume
 
 
-def test_eval_takes_a_checkpoint(ppo, trainer):
+def test_eval_takes_a_configuration_or_a_run(ppo, trainer, capsys):
+    Path("runs/x").mkdir(parents=True)
+    Path("runs/x/config.yaml").write_text("optim: {total_steps: 3}\nrun: {seed: 9}\n")
+    assert cli.run(["eval", ppo]) == 0
     assert cli.run(["eval", ppo, "--checkpoint", "runs/x"]) == 0
-    assert trainer.calls[0][1] == {"checkpoint": "runs/x"}
+    assert cli.run(["eval", "x", "run.seed=8"]) == 0
+    assert [options["checkpoint"] for _, options in trainer.calls] == [None, "runs/x", "runs/x"]
+    assert trainer.calls[2][0].run.seed == 8
+    Path("runs/y").mkdir()
+    Path("runs/y/config.yaml").write_text("run: {seed: 1}\n")
+    assert cli.run(["eval", "runs/x", "runs/y"]) == 2
+    assert capsys.readouterr().err == "one run at a time: runs/x, runs/y\n"
 
 
-def test_warnings_do_not_stop(ppo, capsys, trainer):
-    assert cli.run(["train", ppo, "algorithm.advantage=grpo"]) == 0
-    assert (
-        capsys.readouterr().err.startswith(
-            "warning: command line: rollout.num_samples_per_prompt = 1, but algorithm.advantage = grpo compares"
-        )
-        or len(trainer.calls) == 1
+def test_warnings_do_not_stop_and_are_shown_once(ppo, capsys, trainer):
+    assert cli.run(["train", ppo, "algorithm.advantage=grpo", "--dry-run"]) == 0
+    assert capsys.readouterr().err == (
+        "warning: command line: rollout.num_samples_per_prompt = 1, but algorithm.advantage = grpo compares samples "
+        "of one prompt: use 2 or more, or algorithm.advantage = reinforce_plus_plus\n"
     )
+    assert cli.run(["train", ppo, "algorithm.advantage=grpo"]) == 0
+    assert capsys.readouterr().err == "", "the run's own log shows them"
+    assert len(trainer.calls) == 2
 
 
 def test_config_command(ppo, capsys):

@@ -122,6 +122,8 @@ def test_truncated_sampling_must_be_asked_for(load):
         (["data.train=[]"], "data.train = []: name at least one source"),
         (["data.train=missing.jsonl"], "data.train = missing.jsonl: no such file"),
         (["data.train=[task:arithmetic, x.txt]"], "data.train[1] = x.txt: a source is a file"),
+        (["data.train=task:arithmetik"], "data.train = task:arithmetik: unknown task; did you mean arithmetic?"),
+        (["data.train_options={maximum: 3}"], "data.train = task:arithmetic: unknown option 'maximum'"),
         (["data.validation=arithmetic"], "a task is written task:arithmetic"),
         (["data.prompt_template=hello"], "data.prompt_template has no `{prompt}` in it"),
         (["model.chat_template=x.jinja"], "model.chat_template = x.jinja: no such file"),

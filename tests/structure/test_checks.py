@@ -29,8 +29,10 @@ def planted(code: str) -> Source:
 
 
 def test_names_are_found_where_they_are_defined():
-    source = planted("def f(cliprange, *, adv=1):\n    self.logps = old_logp = g(kl_coef=2)\n    return x.logprobs\n")
-    assert identifiers(source) & FORBIDDEN_NAMES == {"cliprange", "adv", "logps", "old_logp"}
+    source = planted(
+        "def f(cliprange, *, resp_mask=1):\n    self.logps = old_logp = g(kl_coef=2)\n    return x.logprobs\n"
+    )
+    assert identifiers(source) & FORBIDDEN_NAMES == {"cliprange", "resp_mask", "logps", "old_logp"}
 
 
 def test_foreign_imports_are_found_lazy_ones_too():
