@@ -145,7 +145,7 @@ def part_lines(parts: Parts) -> list[str]:
         f"model         {type(policy).__name__}, {size / 1e6:.1f}M parameters, {parts.config.run.dtype} on {parts.device}"
     ]
     lines.append(
-        f"data          {len(parts.cursor.prompts)} training prompts, {len(parts.validator.prompts) if parts.validator else 0} held out"
+        f"data          {len(parts.cursor.prompt_set)} training prompts, {len(parts.validator.prompts) if parts.validator else 0} held out"
     )
     if parts.num_overlong_prompts:
         lines.append(

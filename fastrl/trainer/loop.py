@@ -28,7 +28,7 @@ from fastrl.trainer.generation import Generator, RefillSettings, ScoredSample, b
 from fastrl.trainer.losses import OptimizerBatch
 from fastrl.trainer.metrics import Metrics
 from fastrl.trainer.normalizers import keep_rows, optimizer_batch
-from fastrl.trainer.observe import batch_metrics, mismatch_metrics
+from fastrl.trainer.observe import batch_metrics, mismatch_metrics, rollout_metrics
 from fastrl.trainer.plan import Plan
 from fastrl.trainer.records import sample_records
 from fastrl.trainer.reporter import Reporter
@@ -161,11 +161,13 @@ class Trainer:
         )
         dtype = torch.float64 if self.config.run.dtype == "float64" else torch.float32
         self.samples = samples
-        return build_batch(samples, dtype=dtype).to(self.parts.device)
+        batch = build_batch(samples, dtype=dtype).to(self.parts.device)
+        rollout_metrics(batch, self.metrics)
+        return batch
 
     def take(self, number: int) -> list[Prompt]:
         """The next prompts; at an epoch's end the ones that are left."""
-        return self.parts.cursor.take_batch(number)
+        return self.parts.cursor.take_within_epoch(number)
 
     def pack(self, batch: RolloutBatch) -> Packed:
         """Optimizer batches by whole prompts in a seeded order, each split into micro-batches; all passes share them."""

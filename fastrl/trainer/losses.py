@@ -76,7 +76,7 @@ def token_terms(
     data |= {"rollout_log_prob": rollout, "loss_mask": mask, "cu_seqlens": cu_seqlens}
     stats: dict[str, Tensor] = {}
     weight = None if batch.rollout_weight is None else batch.rollout_weight[index]
-    if weight is None and settings.correction is not None and rollout is not None:
+    if settings.correction is not None and rollout is not None and batch.old_log_prob is None:
         weight = settings.correction(old, rollout, mask)
     data["rollout_weight"] = weight
     if members.selection is not None:

@@ -97,6 +97,8 @@ METRICS: dict[str, str] = {
     "mismatch/weight/std": "spread of the correction weight, ratio; standard deviation (ddof 1) over sampled tokens",
     "mismatch/weight/max": "largest correction weight before truncation, ratio; maximum over sampled tokens",
     "mismatch/weight/min": "smallest correction weight, ratio; minimum over sampled tokens",
+    "mismatch/applied_weight/mean": "correction weight as it multiplies the loss, ratio; mean over sampled tokens",
+    "mismatch/missing_fraction": "sampled tokens without an engine log-prob (weight 1), fraction; mean over sampled tokens",
     "mismatch/clipped_fraction": "tokens whose correction weight was truncated or masked, fraction; mean over sampled tokens",
     "mismatch/rejected_tokens": "tokens taken out of the loss by rejection, tokens; sum",
     "mismatch/rejected_sequences": "sequences taken out of the loss by rejection, sequences; sum",
@@ -157,6 +159,7 @@ METRICS: dict[str, str] = {
     "data/overlong_prompts": "prompts dropped at load because they exceed max_prompt_tokens, prompts; value (equal on all ranks)",
     "data/dropped_groups": "groups dropped by dynamic sampling, groups; sum over ranks",
     "data/refills": "further generation rounds that dynamic sampling used, rounds; value (equal on all ranks)",
+    "data/empty_updates": "optimizer batches without a token in the loss (no update is made), batches; value (equal on all ranks)",
     "data/exhausted": "steps trained on fewer groups than asked for because refills ran out, steps; value (equal on all ranks)",
     # val: held-out prompts
     "val/mean": "mean@n over all held-out samples, reward units; mean over prompts",
@@ -171,6 +174,8 @@ PATTERNS: dict[str, str] = {
     "reward/component/<name>/mean": "one reward component before weights, its own units; mean over samples where it did not abstain",
     "reward/component/<name>/weight": "weight of the component, pure number; value",
     "policy/stat/<name>": "a quantity that a user-defined loss reports per token; mean over tokens in the loss",
+    "mismatch/rejected_tokens/<rule>": "sampled tokens taken out of the loss by one rejection rule, fraction; mean over sampled tokens",
+    "mismatch/rejected_sequences/<rule>": "sequences taken out of the loss by one rejection rule, fraction; mean over sequences",
     "val/<source>/<stat>": "a held-out figure of one data source (mean, pass@k, maj@k, best, worst, each with /low and /high of its 95 % interval, length/mean, truncated_fraction); over prompts",
     "time/<phase>/<part>_s": "a part of a phase, seconds; maximum over ranks",
 }
@@ -179,6 +184,8 @@ _REGEXES: dict[str, re.Pattern[str]] = {
     "reward/component/<name>/mean": re.compile(r"reward/component/[^/]+/mean"),
     "reward/component/<name>/weight": re.compile(r"reward/component/[^/]+/weight"),
     "policy/stat/<name>": re.compile(r"policy/stat/.+"),
+    "mismatch/rejected_tokens/<rule>": re.compile(r"mismatch/rejected_tokens/[^/]+"),
+    "mismatch/rejected_sequences/<rule>": re.compile(r"mismatch/rejected_sequences/[^/]+"),
     "val/<source>/<stat>": re.compile(r"val/[^/]+/.+"),
     "time/<phase>/<part>_s": re.compile(r"time/[^/]+/[^/]+_s"),
 }

@@ -100,7 +100,7 @@ def build(
         metrics=metrics or Metrics(),
         device=device,
         total_steps=total_steps,
-        num_overlong_prompts=train.num_overlong,
+        num_overlong_prompts=train.num_dropped,
     )
 
 
@@ -115,18 +115,18 @@ def load_data(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Promp
         "prompt_template": d.prompt_template,
         "apply_chat_template": d.apply_chat_template,
         "max_prompt_tokens": d.max_prompt_tokens,
-        "seed": config.run.seed,
     }
     train = load_prompts(
         d.train, tokenizer, split="train", options=d.train_options, max_prompts=d.max_prompts, **shared
     )
     if d.validation is None:
         return train, None
-    options = d.train_options | d.validation_options
+    names = [d.validation] if isinstance(d.validation, str) else d.validation
+    takes_options = any(name.startswith(("task:", "hub:")) for name in names)
+    options = d.train_options | d.validation_options if takes_options else d.validation_options
     limit = config.run.validation_max_prompts
-    return train, load_prompts(
-        d.validation, tokenizer, split="validation", options=options, max_prompts=limit, **shared
-    )
+    held_out = load_prompts(d.validation, tokenizer, split="validation", options=options, max_prompts=limit, **shared)
+    return train, held_out
 
 
 def number_of_steps(config: Config, num_prompts: int) -> int:

@@ -1,0 +1,139 @@
+"""A whole GRPO step of a small chat model, fastrl against TRL's GRPOTrainer: same model, prompts, sampling, learning rate.
+
+    python bench/e2e/grpo_step.py --model DIR [--trl-python PATH] [--case sums|long] [--steps 5] [--out FILE]
+
+Both trainers run in processes of their own, one thread each, one step in turn. Without an interpreter that has TRL only
+ours is timed, and the result says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from tasks import FILLER, order, sums
+
+HERE = Path(__file__).resolve().parent
+
+
+class Worker:
+    """One trainer in a process of its own."""
+
+    def __init__(self, python: str, script: str, settings: dict) -> None:
+        env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        command = [python, str(HERE / script), json.dumps(settings)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+        self.about = self.read()
+
+    def read(self) -> dict:
+        """The next line the worker writes."""
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"a worker ended early with code {self.process.wait()}")
+        return json.loads(line)
+
+    def step(self) -> dict:
+        """One training step."""
+        self.process.stdin.write("step\n")
+        self.process.stdin.flush()
+        return self.read()
+
+    def close(self) -> None:
+        """End the process."""
+        self.process.stdin.close()
+        self.process.terminate()
+        self.process.wait()
+
+
+def settings_of(args: argparse.Namespace, folder: str) -> dict:
+    """The case as numbers: rows in the order of the steps, sampling, sizes."""
+    rows, plan = sums(held_out=False), order(64, 4, args.steps + args.warmup, args.seed)
+    long = args.case == "long"
+    return {
+        "model": args.model,
+        "folder": folder,
+        "rows": [rows[i % len(rows)] for step in plan for i in step],
+        "system": [{"role": "system", "content": FILLER}] if long else [],
+        "prompts": 4,
+        "samples": 8,
+        "tokens": 48 if long else 12,
+        "lr": 1e-5,
+        "steps": args.steps + args.warmup,
+        "seed": args.seed,
+        "ignore_eos": long,
+        "generation_kwargs": {"min_new_tokens": 48} if long else None,
+        "overrides": ["algorithm.correction=none"] if args.no_correction else [],
+    }
+
+
+def summary(rows: list[dict]) -> dict:
+    """Medians of one trainer's steps."""
+    keys = ("wall_s", "cpu_s", "mean_length", "reward")
+    out = {key: statistics.median(row[key] for row in rows) for key in keys}
+    return out | {"min_wall_s": min(r["wall_s"] for r in rows), "peak_rss_gib": rows[-1]["peak_rss_gib"]}
+
+
+def trl_found(python: str | None) -> bool:
+    """True when the interpreter can import TRL."""
+    return python is not None and subprocess.run([python, "-c", "import trl"], capture_output=True).returncode == 0
+
+
+def context(about: dict) -> dict:
+    """What the numbers were measured with."""
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE).stdout
+    return {"python": platform.python_version(), **versions, "commit": commit.strip(), "trl": about.get("trl"), "threads": 1}
+
+
+def main() -> None:
+    """Alternate steps of both trainers and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--trl-python", default=sys.executable)
+    parser.add_argument("--case", choices=["sums", "long"], default="sums")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--warmup", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--no-correction", action="store_true")
+    parser.add_argument("--out")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        settings = settings_of(args, folder)
+        workers = {"fastrl": Worker(sys.executable, "ours_worker.py", settings)}
+        if trl_found(args.trl_python):
+            workers["trl"] = Worker(args.trl_python, "trl_worker.py", settings)
+        else:
+            print("TRL is not installed for this interpreter: only fastrl is timed (--trl-python PATH names another)")
+        rows: dict[str, list[dict]] = {name: [] for name in workers}
+        for number in range(args.steps + args.warmup):
+            for name, worker in workers.items():
+                row = worker.step()
+                print(f"{number:3d} {name:7s} {row['wall_s']:7.2f} s  reward {row['reward']:.3f}  length {row['mean_length']:.1f}")
+                if number >= args.warmup:
+                    rows[name].append(row)
+        about = workers["trl"].about if "trl" in workers else {}
+        for worker in workers.values():
+            worker.close()
+    result = {"case": args.case, **context(about), "steps": rows, "median": {n: summary(r) for n, r in rows.items()}}
+    for name, figures in result["median"].items():
+        print(f"{name:7s} median {figures['wall_s']:.2f} s  cpu {figures['cpu_s']:.2f} s  peak {figures['peak_rss_gib']:.2f} GiB")
+    if len(rows) == 2:
+        pairs = [b["wall_s"] / a["wall_s"] for a, b in zip(rows["fastrl"], rows["trl"])]
+        result["ratio"] = statistics.median(pairs)
+        print(f"TRL / fastrl, step by step: median {result['ratio']:.2f}, from {min(pairs):.2f} to {max(pairs):.2f}")
+    if args.out:
+        Path(args.out).write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

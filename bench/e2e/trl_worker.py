@@ -1,0 +1,110 @@
+"""TRL's GRPOTrainer, one optimizer step per line read from standard input; a JSON line out for each.
+
+Run by `grpo_step.py` with an interpreter that has TRL.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import torch
+from datasets import Dataset
+from tasks import last_integer_matches
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+
+def score(completions, answer, **_):
+    """Reward of a batch, TRL's signature (chat completions)."""
+    return [last_integer_matches(c[0]["content"], a) for c, a in zip(completions, answer)]
+
+
+class Gate(TrainerCallback):
+    """Waits for a line before each step and reports after it."""
+
+    def on_step_begin(self, args, state, control, **_):
+        if sys.stdin.readline().strip() != "step":
+            os._exit(0)
+        self.wall, self.cpu = time.perf_counter(), time.process_time()
+
+    def on_step_end(self, args, state, control, **_):
+        self.done = {"wall_s": time.perf_counter() - self.wall, "cpu_s": time.process_time() - self.cpu}
+
+    def on_log(self, args, state, control, logs=None, **_):
+        if not logs or "reward" not in logs:
+            return
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        row = self.done | {
+            "reward": logs["reward"],
+            "mean_length": logs.get("completions/mean_length"),
+            "loss": logs.get("loss"),
+            "grad_norm": logs.get("grad_norm"),
+            "peak_rss_gib": peak,
+        }
+        print(json.dumps(row), file=real_stdout, flush=True)
+
+
+def main(settings: dict) -> None:
+    """Build the trainer as `settings` say and run it, gated."""
+    torch.set_num_threads(1)
+    torch.manual_seed(settings["seed"])
+    model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(settings["model"])
+    rows = [
+        {"prompt": [*settings["system"], {"role": "user", "content": r["prompt"]}], "answer": r["answer"]}
+        for r in settings["rows"]
+    ]
+    config = GRPOConfig(
+        output_dir=settings["folder"],
+        per_device_train_batch_size=settings["prompts"] * settings["samples"],
+        num_generations=settings["samples"],
+        gradient_accumulation_steps=1,
+        num_iterations=1,
+        max_steps=settings["steps"],
+        max_completion_length=settings["tokens"],
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        beta=0.0,
+        learning_rate=settings["lr"],
+        lr_scheduler_type="constant",
+        warmup_steps=0,
+        max_grad_norm=1.0,
+        weight_decay=0.0,
+        gradient_checkpointing=False,
+        bf16=False,
+        fp16=False,
+        use_cpu=True,
+        shuffle_dataset=False,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        seed=settings["seed"],
+        remove_unused_columns=False,
+        generation_kwargs=settings.get("generation_kwargs") or None,
+    )
+    trainer = GRPOTrainer(
+        model=model,
+        processing_class=tokenizer,
+        reward_funcs=score,
+        args=config,
+        train_dataset=Dataset.from_list(rows),
+        callbacks=[Gate()],
+    )
+    print(json.dumps({"ready": True, "trl": __import__("trl").__version__}), file=real_stdout, flush=True)
+    trainer.train()
+
+
+if __name__ == "__main__":
+    real_stdout = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever libraries print goes to stderr; the protocol keeps stdout
+    main(json.loads(sys.argv[1]))
