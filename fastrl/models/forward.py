@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
 
 from fastrl.models.double import keep_double
 from fastrl.models.head import trunk
@@ -29,7 +28,7 @@ class Packed(Protocol):
     def head_index(self) -> Tensor: ...  # [N]
 
 
-def trunk_rows(model: PreTrainedModel, micro: Packed) -> Tensor:
+def trunk_rows(model: nn.Module, micro: Packed) -> Tensor:
     """All last hidden rows [U, H] of a micro-batch."""
     layout = TrainingLayout(micro.segments, micro.input_ids.device)
     with keep_double(model):
@@ -42,7 +41,7 @@ def trunk_rows(model: PreTrainedModel, micro: Packed) -> Tensor:
     return output.last_hidden_state[0]
 
 
-def hidden_rows(model: PreTrainedModel, micro: Packed) -> Tensor:
+def hidden_rows(model: nn.Module, micro: Packed) -> Tensor:
     """The rows [N, H] that predict the response tokens, in the order of `micro.labels`.
 
     This gather is the one place where index t (the sampled token) meets row t - 1. A prompt's last row predicts the

@@ -24,9 +24,9 @@ class HeadParameters:
     logit_softcap: float | None  # bound of the tanh cap that comes after the factor
 
 
-def trunk(model: PreTrainedModel) -> nn.Module:
+def trunk(model: nn.Module) -> nn.Module:
     """The module that maps input ids to `last_hidden_state`: the model without its head."""
-    base = getattr(model, model.base_model_prefix, None)
+    base = getattr(model, str(model.base_model_prefix), None)
     if not isinstance(base, nn.Module):
         raise ModelError(f"{type(model).__name__} has no base model under `{model.base_model_prefix}`")
     return base
@@ -54,8 +54,12 @@ def head_of(model: PreTrainedModel) -> HeadParameters:
 
 
 def logits_of(hidden: Tensor, head: HeadParameters) -> Tensor:
-    """hidden [..., H] -> logits [..., V], all of them: for a few rows (decoding, tests); training uses the fused head."""
-    logits = nn.functional.linear(hidden, head.weight, head.bias)
+    """hidden [..., H] -> logits [..., V]: for a few rows (decoding, tests); training uses the fused head."""
+    return cap_logits(nn.functional.linear(hidden, head.weight, head.bias), head)
+
+
+def cap_logits(logits: Tensor, head: HeadParameters) -> Tensor:
+    """hidden weight^T + bias [..., V] -> logits [..., V]: the factor and the cap of the models that have them."""
     if head.logit_scale != 1.0:
         logits = logits * head.logit_scale
     if head.logit_softcap is not None:
