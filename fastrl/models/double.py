@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+_SOFTMAXES = (nn.functional.softmax, torch.softmax, Tensor.softmax)
+
 
 class KeepDouble(TorchFunctionMode):
-    """Inside, casting a float64 tensor to float32 gives it back as it is."""
+    """Inside, casting a float64 tensor to float32 gives it back as it is, and a softmax of one is float64."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -24,6 +26,8 @@ class KeepDouble(TorchFunctionMode):
         if func is Tensor.to and args[0].dtype == torch.float64 and torch.float32 in (*args[1:], kwargs.get("dtype")):
             args = (args[0], *(torch.float64 if a is torch.float32 else a for a in args[1:]))
             kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in kwargs.items()}
+        if func in _SOFTMAXES and args[0].dtype == torch.float64 and kwargs.get("dtype") is torch.float32:
+            kwargs = {**kwargs, "dtype": torch.float64}
         return func(*args, **kwargs)
 
 

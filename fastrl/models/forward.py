@@ -30,7 +30,7 @@ class Packed(Protocol):
 
 def trunk_rows(model: nn.Module, micro: Packed) -> Tensor:
     """All last hidden rows [U, H] of a micro-batch."""
-    layout = TrainingLayout(micro.segments, micro.input_ids.device)
+    layout = TrainingLayout(micro.segments, micro.input_ids.device, getattr(model, "fastrl_attention", "auto"))
     with keep_double(model):
         output = trunk(model)(
             input_ids=micro.input_ids[None],

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from fastrl.errors import ModelError
 from fastrl.models.attention import IMPLEMENTATION
+from fastrl.models.double import keep_double
+from fastrl.models.head import trunk
+from fastrl.models.training_layout import choose_attention
+from fastrl.models.verify import refuse_by_name, verify
 
 BUILTIN_TINY = "builtin:tiny"
+VALUE_HEAD_FILE = "value_head.safetensors"
 
 
 def resolve_path(path: str) -> str:
@@ -35,13 +42,13 @@ def load_model(
     trust_remote_code: bool = False,
     gradient_checkpointing: bool = False,
 ) -> PreTrainedModel:
-    """A causal LM whose attention takes `fastrl_layout=` and whose every dropout is off.
+    """A causal LM whose attention takes `fastrl_layout=` and whose every dropout is off, checked to be exact.
 
     Args:
         path: folder, hub name or `builtin:tiny` (model.path).
-        dtype: compute type. Parameters are float32, or float64 when this is float64; bfloat16 is the trainer's autocast.
+        dtype: compute type. Parameters are float64 when this is, else float32: bfloat16 is the trainer's autocast.
         device: where the parameters go.
-        attention: auto, sdpa, flash or varlen.
+        attention: auto, flash, varlen, sdpa or tiled (model.attention).
         revision: branch, tag or commit on the hub.
         trust_remote_code: run Python code that comes with the model.
         gradient_checkpointing: recompute each layer in the backward pass.
@@ -50,22 +57,82 @@ def load_model(
         ModelError: the folder is missing or incomplete, or the architecture cannot be trained exactly.
     """
     source = _check_source(path)
-    parameter_dtype = torch.float64 if dtype in (torch.float64, "float64") else torch.float32
+    parameter_dtype = torch.float64 if _as_dtype(dtype) == torch.float64 else torch.float32
+    choose_attention(torch.device(device), _as_dtype(dtype), attention)
     hub: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
         config = AutoConfig.from_pretrained(source, **hub)
+        refuse_by_name(config, path)
         model = AutoModelForCausalLM.from_pretrained(
             source, config=config, dtype=parameter_dtype, attn_implementation=IMPLEMENTATION, **hub
         )
-    except (OSError, ValueError, KeyError) as error:
+    except ModelError:
+        raise
+    except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(_explain(path, error)) from error
-    model.to(device)
+    model.to(device=device)
+    return prepare_model(model, path, attention=attention, gradient_checkpointing=gradient_checkpointing)
+
+
+def prepare_model(
+    model: PreTrainedModel, path: str = "(in memory)", *, attention: str = "auto", gradient_checkpointing: bool = False
+) -> PreTrainedModel:
+    """Make a causal LM that is already in memory ready: own attention, no dropout, verified; returns the same object."""
+    refuse_by_name(model.config, path)
+    model.set_attn_implementation(IMPLEMENTATION)
+    model.fastrl_attention = attention
     disable_dropout(model)
     model.eval()
     if gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        # float64 models recompute in float64 too
+        model.gradient_checkpointing_enable(
+            {"use_reentrant": False, "context_fn": lambda: (contextlib.nullcontext(), keep_double(model))}
+        )
         model.train()
+    verify(model, path)
     return model
+
+
+class ValueModel(nn.Module):
+    """A causal LM's trunk with one number per row: V = value_head(hidden). `value_head` is linear, without bias."""
+
+    base_model_prefix = "trunk"
+
+    def __init__(self, trunk_module: nn.Module, attention: str) -> None:
+        super().__init__()
+        self.trunk = trunk_module
+        self.config: Any = trunk_module.config
+        self.fastrl_attention = attention
+        embedding = next(trunk_module.parameters())
+        hidden_size = self.config.get_text_config().hidden_size
+        self.value_head = nn.Linear(hidden_size, 1, bias=False, dtype=embedding.dtype, device=embedding.device)
+        nn.init.zeros_(self.value_head.weight)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write the trunk as a Hugging Face folder and the value head beside it; `load_critic` reads both."""
+        trunk_module: Any = self.trunk
+        trunk_module.save_pretrained(folder)
+        save_file({"weight": self.value_head.weight.detach().contiguous()}, Path(folder) / VALUE_HEAD_FILE)
+
+
+def load_critic(path: str, **options: Any) -> ValueModel:
+    """The trunk of the model at `path` with a value head: the one saved beside it, else zeros (all values 0).
+
+    Args:
+        path: folder, hub name or `builtin:tiny` (critic.path).
+        options: those of `load_model`.
+
+    Raises:
+        ModelError: as `load_model`.
+    """
+    causal = load_model(path, **options)
+    critic = ValueModel(trunk(causal), options.get("attention", "auto"))
+    critic.train(causal.training)
+    saved = Path(resolve_path(path)).expanduser() / VALUE_HEAD_FILE
+    if saved.is_file():
+        with torch.no_grad():
+            critic.value_head.weight.copy_(load_file(saved)["weight"])
+    return critic
 
 
 def load_tokenizer(
@@ -99,6 +166,10 @@ def disable_dropout(model: nn.Module) -> None:
         for name, value in list(vars(module).items()):
             if isinstance(value, float) and any(part in name for part in ("dropout", "pdrop", "layerdrop", "jitter")):
                 setattr(module, name, 0.0)
+
+
+def _as_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
 def _check_source(path: str) -> str:

@@ -1,4 +1,8 @@
-"""The layout of a training micro-batch: a prompt reads itself, a response reads its prompt and itself."""
+"""The layout of a training micro-batch: a prompt reads itself, a response reads its prompt and itself.
+
+Four ways to compute it, the same to rounding: flash-attn's varlen kernel, torch's own varlen kernel (both half
+precision on a GPU), SDPA per segment, and tiles of plain matrix products (any device and type, score caps and sinks).
+"""
 
 from __future__ import annotations
 
@@ -8,15 +12,60 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-Segment = tuple[int, int, int, int]  # rows [start, end), keys of rows [prefix_start, prefix_end) before their own
+from fastrl.errors import ModelError
+from fastrl.models import varlen
+from fastrl.models.tiles import Segment, TilePlan, tiled_attention
+
+NAMES = {
+    "flash": "flash-attn varlen",
+    "varlen": "torch varlen",
+    "sdpa": "SDPA per segment",
+    "tiled": "tiled matrix products",
+}
+MAX_KERNEL_HEAD_DIM = 256  # the varlen kernels take no larger heads
+
+
+def choose_attention(device: torch.device, dtype: torch.dtype, wanted: str = "auto") -> str:
+    """The implementation (a key of NAMES) for a device and compute type; `wanted` is model.attention.
+
+    Raises:
+        ModelError: the wanted one cannot run here, with what to choose instead.
+    """
+    if wanted not in ("auto", *NAMES):
+        raise ModelError(f"model.attention = {wanted}: choose auto, {', '.join(NAMES)}")
+    half_on_gpu = device.type == "cuda" and dtype in (torch.float16, torch.bfloat16)
+    found = {"flash": varlen.flash_function, "varlen": varlen.torch_function}
+    if wanted == "auto":
+        if half_on_gpu:
+            return next((name for name, function in found.items() if function() is not None), "sdpa")
+        return "sdpa" if device.type == "cuda" else "tiled"
+    if wanted in found:
+        if not half_on_gpu:
+            raise ModelError(
+                f"model.attention = {wanted}: needs a GPU and run.dtype = bfloat16, "
+                f"this is {device.type} in {dtype}; use auto"
+            )
+        if found[wanted]() is None:
+            raise ModelError(f"model.attention = {wanted}: {NAMES[wanted]} is not installed; use auto")
+    return wanted
 
 
 class TrainingLayout:
-    """SDPA per segment."""
+    """Segments of a micro-batch as a fastrl layout. The plans it makes are kept for all layers and passes.
 
-    def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
+    Args:
+        segments: (start, end, prefix_start, prefix_end) rows; they cover the stream in order.
+        device: of the tensors it will see.
+        attention: auto or a key of NAMES; a call it cannot serve (score cap, sinks, large heads) runs tiled.
+    """
+
+    def __init__(self, segments: Sequence[Segment], device: torch.device, attention: str = "auto") -> None:
         self.segments = segments
         self.device = device
+        self.wanted = attention
+        self._tiles: TilePlan | None = None
+        self._varlen: varlen.VarlenPlan | None = None
+        self._masks: dict[tuple[int, int, int | None], Tensor | None] = {}
 
     def attend(
         self,
@@ -30,16 +79,69 @@ class TrainingLayout:
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
+        """query [1, Hq, U, D], key and value [1, Hkv, U, D] -> [1, U, Hq, D]."""
+        kind = query.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+        name = choose_attention(query.device, dtype, self.wanted)
+        if name in ("flash", "varlen"):
+            function = varlen.flash_function() if name == "flash" else varlen.torch_function()
+            capless = softcap is None or name == "flash"
+            if function and capless and sinks is None and query.shape[-1] <= MAX_KERNEL_HEAD_DIM:
+                self._varlen = self._varlen or varlen.VarlenPlan(self.segments, self.device)
+                return varlen.varlen_attention(
+                    function,
+                    query,
+                    key,
+                    value,
+                    self._varlen,
+                    scaling=scaling,
+                    sliding_window=sliding_window,
+                    softcap=softcap,
+                )
+        if name == "sdpa" and softcap is None and sinks is None:
+            return self._per_segment(query, key, value, scaling, sliding_window)
+        self._tiles = self._tiles or TilePlan(self.segments, self.device)
+        return tiled_attention(
+            query,
+            key,
+            value,
+            self._tiles,
+            scaling=scaling,
+            sliding_window=sliding_window,
+            softcap=softcap,
+            sinks=sinks,
+        )
+
+    def _per_segment(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
         outputs = []
         for start, end, prefix_start, prefix_end in self.segments:
-            q = query[:, :, start:end]
             prefix = prefix_end - prefix_start
             k, v = key[:, :, start:end], value[:, :, start:end]
             if prefix:
                 k = torch.cat([key[:, :, prefix_start:prefix_end], k], dim=2)
                 v = torch.cat([value[:, :, prefix_start:prefix_end], v], dim=2)
-            distance = torch.arange(prefix, prefix + end - start)[:, None] - torch.arange(k.shape[2])
-            mask = (distance >= 0).to(q.device)
-            out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=True)
-            outputs.append(out)
+            mask = self._mask(end - start, prefix, window)
+            outputs.append(
+                scaled_dot_product_attention(
+                    query[:, :, start:end],
+                    k,
+                    v,
+                    attn_mask=mask,
+                    is_causal=mask is None,
+                    scale=scaling,
+                    enable_gqa=query.shape[1] != key.shape[1],
+                )
+            )
         return torch.cat(outputs, dim=2).transpose(1, 2)
+
+    def _mask(self, rows: int, prefix: int, window: int | None) -> Tensor | None:
+        """Bottom-right causal mask [rows, prefix + rows]; None where the plain causal one is the same."""
+        if window is not None and window >= prefix + rows:
+            window = None
+        if prefix == 0 and window is None:
+            return None
+        if (rows, prefix, window) not in self._masks:
+            query, key = torch.arange(prefix, prefix + rows), torch.arange(prefix + rows)
+            distance = (query[:, None] - key).to(self.device)
+            self._masks[rows, prefix, window] = (distance >= 0) & (distance < (window or prefix + rows))
+        return self._masks[rows, prefix, window]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import (
     Gemma2Config,
@@ -25,19 +27,19 @@ from fastrl.data.batch import RolloutBatch, cu_seqlens_of
 
 VOCABULARY = 61
 
-_ROPE = dict(
-    vocab_size=VOCABULARY,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    max_position_embeddings=128,
-    bos_token_id=1,
-    eos_token_id=2,
-    pad_token_id=None,
-)
+_ROPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
 
 BUILDERS = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**_ROPE, tie_word_embeddings=True)),
@@ -71,7 +73,7 @@ def tiny_model(name: str, *, dtype: torch.dtype = torch.float64, seed: int = 0) 
             parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.dim() > 1 else 0.1))
             if parameter.dim() == 1 and "norm" in parameter_name and name not in ("gemma", "gemma2"):
                 parameter.add_(1.0)  # Gemma's norms multiply by 1 + weight
-    return model.to(dtype).eval()
+    return model.to(dtype=dtype).eval()
 
 
 def ragged_batch(prompt_lengths: list[int], response_lengths: list[list[int]], *, seed: int = 0) -> RolloutBatch:
