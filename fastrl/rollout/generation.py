@@ -78,7 +78,7 @@ class Generation:
         self.layout = DecodeLayout(self.cache, device)
         self.active: list[Running] = []
         self.rows = np.zeros(0, np.int64)  # per active sample: its row
-        self.seeds = np.zeros(0, np.uint64)
+        self.seeds = np.zeros(0, np.int64)
         self.temperatures = np.zeros(0)
         self.counts = np.zeros(0, np.int64)  # per active sample: tokens drawn
         self.limits = np.zeros(0, np.int64)
@@ -172,7 +172,7 @@ class Generation:
             hidden = torch.cat([self.groups[number].hidden for number, _ in taken])  # type: ignore[misc]
             samples = [s for _, members in taken for s in members]
             rows = np.repeat(np.arange(len(taken)), [len(members) for _, members in taken])
-            seeds = np.array([s.seed for s in samples], np.uint64)
+            seeds = np.array([s.seed for s in samples], np.int64)
             counts = np.zeros(len(samples), np.int64)
             temperatures = np.array([s.temperature for s in samples])
             tokens, log_probs = self._draw(hidden, rows, samples, seeds, counts, temperatures)

@@ -7,19 +7,24 @@ finished samples leave the batch at once, and a sample depends on nothing but we
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastrl.errors import EngineError, ModelError
+from fastrl.models.double import keep_double
 from fastrl.models.head import head_of
 from fastrl.rollout.engine import EngineHealth, GenerationRequest, Sample, SamplingParams, WakePart, check_requests
 from fastrl.rollout.generation import Generation, Running
-from fastrl.rollout.plain_decoder import PlainDecoder, why_not_plain
+from fastrl.rollout.plain_decoder import PlainDecoder, largest_difference, why_not_plain
 from fastrl.rollout.runner import ModuleRunner, Runner, uses_layouts
+
+# How far the fast forward pass may be from the model's own, relative to the largest logit.
+_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
 class NativeEngine:
@@ -33,8 +38,8 @@ class NativeEngine:
         autocast_dtype: compute type of matrix products (torch.bfloat16), or None for the parameters' own.
         max_prefill_tokens: prompt tokens per prefill pass; a longer prompt goes alone.
         share_prefixes: samples of a prompt that have drawn the same tokens so far are computed once.
-        fast_path: use PlainDecoder where the model is plain (on the CPU it keeps a packed copy of the weights while
-            awake); False always takes the model's own forward pass.
+        fast_path: None uses PlainDecoder on a CPU where the model is plain and a probe agrees with the model's own
+            forward pass; True asks for it on any device, False always takes the model's own.
     """
 
     def __init__(
@@ -47,7 +52,7 @@ class NativeEngine:
         autocast_dtype: torch.dtype | None = None,
         max_prefill_tokens: int = 8192,
         share_prefixes: bool = True,
-        fast_path: bool = True,
+        fast_path: bool | None = None,
     ) -> None:
         if not uses_layouts(model):
             raise ModelError(
@@ -64,13 +69,42 @@ class NativeEngine:
         self.device = next(model.parameters()).device
         self.vocabulary_size = int(head_of(model).weight.shape[0])
         self._runner: Runner = ModuleRunner(model, self.device)
-        self.general_because = why_not_plain(model) if fast_path else "fast_path is off"
-        if self.general_because is None:
-            self._runner = PlainDecoder(model, self.device, autocast_dtype=autocast_dtype)
+        self.general_because = self._choose_runner(fast_path)
         self._current: Generation | None = None
         self._abort = threading.Event()
         self._asleep = False
         self._closed = False
+
+    def _choose_runner(self, fast_path: bool | None) -> str | None:
+        """Take the fast forward pass if it is wanted and right; otherwise the reason why not."""
+        if fast_path is False or (fast_path is None and self.device.type != "cpu"):
+            return "not asked for"
+        reason = why_not_plain(self.model)
+        if reason is not None:
+            return reason
+        fast = PlainDecoder(self.model, self.device, autocast_dtype=self.autocast_dtype)
+        with self._modes():
+            difference = largest_difference(self._runner, fast, self.device, self.vocabulary_size)
+        if not difference <= _TOLERANCES[fast.dtype]:
+            reason = f"its logits differ from the model's own by {difference:.1e} of the largest"
+            warnings.warn(f"{type(self.model).__name__}: fast forward pass not used, {reason}", stacklevel=3)
+            return reason
+        self._runner = fast
+        return None
+
+    @contextmanager
+    def _modes(self) -> Iterator[None]:
+        """Inference mode, autocast where asked for, float64 kept, and the model in evaluation mode."""
+        training = self.model.training
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode())
+            stack.enter_context(keep_double(self.model))
+            if self.autocast_dtype is not None:
+                stack.enter_context(torch.autocast(self.device.type, self.autocast_dtype))
+            if training:
+                self.model.eval()
+                stack.callback(self.model.train)
+            yield
 
     def generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> Iterator[Sample]:
         """Yield each sample as it finishes; see Engine.generate."""
@@ -103,19 +137,10 @@ class NativeEngine:
             raise EngineError("generate while another generate is running: exhaust or close its iterator first")
         self._abort.clear()
         self._current = generation
-        training = self.model.training
         try:
             while not generation.done:
-                # The modes are entered for one step only: a generator would leak them to its consumer.
-                with ExitStack() as stack:
-                    stack.enter_context(torch.inference_mode())
-                    if self.autocast_dtype is not None:
-                        stack.enter_context(torch.autocast(self.device.type, self.autocast_dtype))
-                    self.model.eval()
-                    try:
-                        finished = generation.abort() if self._abort.is_set() else generation.step()
-                    finally:
-                        self.model.train(training)
+                with self._modes():  # for one step only: a generator would leak them to its consumer
+                    finished = generation.abort() if self._abort.is_set() else generation.step()
                 for sample in finished:
                     yield self._sample(sample)
         finally:
