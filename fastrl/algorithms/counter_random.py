@@ -44,7 +44,7 @@ def random_bits(seed: int, *counters: Counter, device: torch.device | str | None
     state = mixed(torch.tensor(signed(seed + GOLDEN), dtype=torch.int64, device=where))
     for counter in counters:
         word = counter.long() if isinstance(counter, Tensor) else torch.tensor(signed(counter), device=where)
-        state = mixed(state ^ mixed(word + signed(GOLDEN)))
+        state = mixed(state * signed(FIRST) ^ mixed(word + signed(GOLDEN)))
     return state
 
 

@@ -27,10 +27,9 @@ def check_value(value: Any, annotation: Any) -> Any:
     if origin in (Union, types.UnionType):
         return check_union(value, arguments)
     if origin is Literal:
-        if value not in arguments or (isinstance(value, bool) and not any(a is value for a in arguments)):
-            raise ValueError(
-                f"must be one of {', '.join(map(str, arguments))}{nearest(str(value), map(str, arguments))}"
-            )
+        if not any(type(a) is type(value) and a == value for a in arguments):
+            choices = [str(a) for a in arguments]
+            raise ValueError(f"must be one of {', '.join(choices)}{nearest(str(value), choices)}")
         return value
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return check_mapping(value, arguments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from itertools import pairwise
 
 import torch
 
@@ -25,7 +26,7 @@ def batch(seed=0, lengths=(3, 0, 5, 1, 4, 2, 6, 4), groups=(7, 7, 3, 3, 7, 9, 3,
         "sample_id": torch.arange(s) * 3 + 1,
         "scores": (normal(s) * 2).round() / 2,
         "valid": torch.rand(s, generator=g) > 0.15,
-        "lengths": torch.tensor([int(mask[a:b].sum()) for a, b in zip(cu[:-1], cu[1:])], dtype=torch.int64),
+        "lengths": torch.tensor([int(mask[a:b].sum()) for a, b in pairwise(cu.tolist())], dtype=torch.int64),
         "greedy_scores": normal(s),
         "response_mask": mask,
         "loss_mask": mask,

@@ -195,7 +195,7 @@ def test_gpg_scales_up_by_the_samples_that_scored_nothing():
 
 def test_gdpo_names_a_component_that_nobody_returns():
     data = {"components": {"format": torch.ones(2)}, "group_id": torch.zeros(2, dtype=torch.int64)}
-    with pytest.raises(ConfigError, match="advantage_options.weights.fromat.*did you mean format"):
+    with pytest.raises(ConfigError, match=r"advantage_options\.weights\.fromat.*did you mean format"):
         get_advantage("gdpo").call(data, {"weights": {"fromat": 1.0}})
 
 
