@@ -42,6 +42,8 @@ REFRESHES_PER_S = 4
 class Screen(Protocol):
     """What a run shows on; `RunLogger` decides what to say."""
 
+    total_steps: int
+
     def header(self, title: str, lines: Sequence[str]) -> None: ...
 
     def phase(self, name: str) -> None: ...
@@ -59,6 +61,7 @@ class QuietScreen:
     """Shows warnings on stderr and nothing else."""
 
     def __init__(self, total_steps: int = 0, stream: TextIO | None = None) -> None:
+        self.total_steps = total_steps
         self.stream = stream or sys.stderr
 
     def header(self, title: str, lines: Sequence[str]) -> None:

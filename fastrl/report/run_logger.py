@@ -64,7 +64,6 @@ class RunLogger:
     ) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.total_steps = total_steps
         self.is_main = is_main
         self.name = name or self.folder.resolve().name
         saved = saved or {}
@@ -92,6 +91,15 @@ class RunLogger:
             resumed_step=resumed_step,
             on_trouble=self.warning,
         )
+
+    @property
+    def total_steps(self) -> int:
+        """Training steps of the run; may be set when they are known, after the data are loaded."""
+        return self.screen.total_steps
+
+    @total_steps.setter
+    def total_steps(self, number: int) -> None:
+        self.screen.total_steps = number
 
     def plan(self, lines: Sequence[str]) -> None:
         """Shows the header: the run folder and the plan."""
@@ -186,9 +194,11 @@ class RunLogger:
         return None if before is None else reward - before
 
     def _eta_s(self, step: int) -> float | None:
-        """Seconds left at the speed of the last steps; the first step counts from the plan."""
+        """Seconds left at the speed of the last steps; the first step counts from the plan or the validation before it."""
         now = time.monotonic()
-        if self._times and self._times[0][0] < 0:
+        if step == 0:
+            self._times.clear()
+        elif self._times and self._times[0][0] < 0:
             self._times[0] = (step - 1, self._times[0][1])
         self._times.append((step, now))
         first_step, first_time = self._times[0]

@@ -124,9 +124,23 @@ def test_closing_twice_and_eta(tmp_path):
     log._times[0] = (-1, log._times[0][1] - 8.0)  # the plan was printed 8 s ago
     log.log(2, {})  # resumed at step 1: one step took 8 s, 8 are left
     assert "eta 1m04s" in log_text(tmp_path)
+    log.total_steps = 4
+    log.log(3, {})
+    assert "step 3/4" in log_text(tmp_path)
     log.close()
     log.close()
     log.info("late words do not fail")
+
+
+def test_validation_before_training_does_not_count_as_a_step(tmp_path):
+    log = logger(tmp_path)
+    log.plan([])
+    log._times[0] = (-1, log._times[0][1] - 100.0)
+    log.log(0, {"val/mean": 0.5})
+    log._times[0] = (0, log._times[0][1] - 2.0)
+    log.log(1, {})
+    assert "step  1/10  eta 18s" in log_text(tmp_path)
+    log.close()
 
 
 def test_quiet_shows_warnings_only(tmp_path, capsys):
