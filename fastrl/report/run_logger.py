@@ -194,7 +194,7 @@ class RunLogger:
         return None if before is None else reward - before
 
     def _eta_s(self, step: int) -> float | None:
-        """Seconds left at the speed of the last steps; the first step counts from the plan or the validation before it."""
+        """Seconds left at the speed of the last steps; the first one counts from the plan, or from step 0."""
         now = time.monotonic()
         if step == 0:
             self._times.clear()
