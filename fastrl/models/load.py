@@ -70,17 +70,17 @@ def load_model(
         raise
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(_explain(path, error)) from error
-    model.to(device=device)
+    nn.Module.to(model, device)
     return prepare_model(model, path, attention=attention, gradient_checkpointing=gradient_checkpointing)
 
 
 def prepare_model(
     model: PreTrainedModel, path: str = "(in memory)", *, attention: str = "auto", gradient_checkpointing: bool = False
 ) -> PreTrainedModel:
-    """Make a causal LM that is already in memory ready: own attention, no dropout, verified; returns the same object."""
+    """Make a causal LM in memory ready: own attention, no dropout, verified; returns the same object."""
     refuse_by_name(model.config, path)
     model.set_attn_implementation(IMPLEMENTATION)
-    model.fastrl_attention = attention
+    setattr(model, "fastrl_attention", attention)  # noqa: B010
     disable_dropout(model)
     model.eval()
     if gradient_checkpointing:
@@ -101,10 +101,11 @@ class ValueModel(nn.Module):
     def __init__(self, trunk_module: nn.Module, attention: str) -> None:
         super().__init__()
         self.trunk = trunk_module
-        self.config: Any = trunk_module.config
+        config: Any = trunk_module.config
+        self.config = config
         self.fastrl_attention = attention
         embedding = next(trunk_module.parameters())
-        hidden_size = self.config.get_text_config().hidden_size
+        hidden_size = config.get_text_config().hidden_size
         self.value_head = nn.Linear(hidden_size, 1, bias=False, dtype=embedding.dtype, device=embedding.device)
         nn.init.zeros_(self.value_head.weight)
 

@@ -81,7 +81,7 @@ def verify(model: PreTrainedModel, path: str) -> None:
     device = next(model.parameters()).device
     # a prompt and two responses, in one stream that shares it and as two sequences by themselves
     generator = torch.Generator().manual_seed(0)
-    vocabulary = model.get_input_embeddings().weight.shape[0]
+    vocabulary = model.config.get_text_config().vocab_size
     ids = torch.randint(0, vocabulary, (12,), generator=generator).to(device)
     segments: list[Segment] = [(0, 5, 0, 0), (5, 9, 0, 5), (9, 12, 0, 5)]
     positions = torch.tensor([*range(5), *range(5, 9), *range(5, 8)], device=device)
@@ -166,6 +166,6 @@ def _check_head(model: PreTrainedModel, ids: Tensor, positions: Tensor, segments
     ours = logits_of(hidden, head)
     if own.shape != ours.shape or not float((own - ours).norm() / ours.norm()) < 1e-4:
         raise ModelError(
-            f"{kind}: its logits are not softcap(scale * (hidden W^T + b)) with the scale and cap of its configuration; "
-            "the fused head would be silently wrong"
+            f"{kind}: its logits are not softcap(scale * (hidden W^T + b)) with the scale and cap of its "
+            "configuration; the fused head would be silently wrong"
         )

@@ -73,7 +73,8 @@ def tiny_model(name: str, *, dtype: torch.dtype = torch.float64, seed: int = 0) 
             parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.dim() > 1 else 0.1))
             if parameter.dim() == 1 and "norm" in parameter_name and name not in ("gemma", "gemma2"):
                 parameter.add_(1.0)  # Gemma's norms multiply by 1 + weight
-    return model.to(dtype=dtype).eval()
+    torch.nn.Module.to(model, dtype)
+    return model.eval()
 
 
 def ragged_batch(prompt_lengths: list[int], response_lengths: list[list[int]], *, seed: int = 0) -> RolloutBatch:
