@@ -11,7 +11,6 @@ from fastrl.algorithms.value_loss import value_loss
 from fastrl.data.batch import RolloutBatch
 from fastrl.data.packing import MicroBatch
 from fastrl.dist.collectives import any_rank, world_size
-from fastrl.models.critic import ValueModel
 from fastrl.models.forward import trunk_rows
 from fastrl.trainer.losses import OptimizerBatch
 from fastrl.trainer.metrics import Metrics

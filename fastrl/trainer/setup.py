@@ -17,8 +17,7 @@ from fastrl.algorithms.kl import AdaptiveKL, FixedKL
 from fastrl.algorithms.registry import Entry, check_options, get_advantage, get_correction, get_policy_loss
 from fastrl.config.schema import Config
 from fastrl.data.prompts import PromptCursor, PromptSet, load_prompts
-from fastrl.models.critic import ValueModel, load_critic
-from fastrl.models.load import load_model, load_tokenizer, stop_token_ids
+from fastrl.models.load import load_critic, load_model, load_tokenizer, stop_token_ids
 from fastrl.rewards import RewardPool
 from fastrl.rollout.engine import Engine, SamplingParams
 from fastrl.rollout.native import NativeEngine

@@ -1,0 +1,73 @@
+"""The promise of the packed forward: log-probs and every gradient equal those of the plain padded forward."""
+
+import pytest
+import torch
+from plain_reference import gradient_error, packed_gradients, padded_gradients
+from tiny_models import BUILDERS, ragged_batch, tiny_model
+
+from fastrl.models.load import prepare_model
+
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-9}
+SHAPES = {
+    "one group": ([5], [[4, 4, 4]]),
+    "one sequence": ([4], [[6]]),
+    "uneven groups": ([7, 1, 4], [[3, 9, 1, 6], [2, 5], [8, 1, 1]]),
+    "empty responses": ([4, 6, 3], [[0, 5, 0, 3], [0, 0], [0, 1]]),
+    "long": ([9, 30], [[40, 17], [21, 33, 2]]),
+}
+
+
+def weights_of(batch, dtype):
+    return torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(3), dtype=dtype)
+
+
+def assert_equal(model_name, shape, dtype, *, max_tokens, share_prompts=True, checkpointing=False, attention="auto"):
+    batch = ragged_batch(*SHAPES[shape])
+    weights = weights_of(batch, dtype)
+    plain = tiny_model(model_name, dtype=dtype)
+    plain.set_attn_implementation("eager")
+    log_prob, gradients = padded_gradients(plain, batch, weights)
+    model = prepare_model(
+        tiny_model(model_name, dtype=dtype), attention=attention, gradient_checkpointing=checkpointing
+    )
+    ours, our_gradients = packed_gradients(model, batch, weights, max_tokens=max_tokens, share_prompts=share_prompts)
+    assert float((ours - log_prob).abs().max()) < TOLERANCE[dtype] * 5  # nats, of log-probs around -5
+    assert gradient_error(our_gradients, gradients) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+@pytest.mark.parametrize("share_prompts", [True, False], ids=["shared", "repeated"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("model_name", BUILDERS)
+def test_one_micro_batch(model_name, shape, share_prompts, dtype):
+    assert_equal(model_name, shape, dtype, max_tokens=10_000, share_prompts=share_prompts)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 12, 30])
+@pytest.mark.parametrize("model_name", ["llama", "gemma2"])
+def test_split_groups_and_budgets(model_name, max_tokens):
+    """Groups are split, their prompts repeated; the gradients of the pieces add up to the same."""
+    assert_equal(model_name, "uneven groups", torch.float64, max_tokens=max_tokens)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+@pytest.mark.parametrize("model_name", BUILDERS)
+def test_gradient_checkpointing(model_name, dtype):
+    assert_equal(model_name, "uneven groups", dtype, max_tokens=30, checkpointing=True)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "tiled"])
+@pytest.mark.parametrize("model_name", ["llama", "mistral", "gpt2"])
+def test_every_cpu_attention(model_name, attention):
+    assert_equal(model_name, "uneven groups", torch.float64, max_tokens=10_000, attention=attention)
+
+
+def test_train_mode_changes_nothing():
+    """Dropout is off in every module, so train() and eval() compute the same (GPT-2 has 0.1 everywhere by default)."""
+    batch = ragged_batch(*SHAPES["uneven groups"])
+    weights = weights_of(batch, torch.float64)
+    model = prepare_model(tiny_model("gpt2"))
+    before, _ = packed_gradients(model, batch, weights, max_tokens=10_000)
+    model.train()
+    after, _ = packed_gradients(model, batch, weights, max_tokens=10_000)
+    assert torch.equal(before, after)
