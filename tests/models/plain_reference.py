@@ -31,9 +31,7 @@ def padded_log_prob(model: PreTrainedModel, batch: RolloutBatch) -> Tensor:
     return torch.cat(parts)
 
 
-def padded_gradients(
-    model: PreTrainedModel, batch: RolloutBatch, weights: Tensor
-) -> tuple[Tensor, dict[str, Tensor]]:
+def padded_gradients(model: PreTrainedModel, batch: RolloutBatch, weights: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """(log-probs [T], gradient of sum(weights * log_prob) per parameter)."""
     model.zero_grad()
     log_prob = padded_log_prob(model, batch)
