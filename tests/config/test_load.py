@@ -63,6 +63,15 @@ def test_positions_of_keys_and_values(load, tmp_path):
     assert not loaded.is_set("run.seed")
 
 
+def test_a_replaced_list_leaves_no_positions_behind(load):
+    loaded = load("rollout:\n  stop: [a, b]\n", "rollout: {stop: [c]}\n", overrides=("data.train_options.x=[1]",))
+    assert {path for path in loaded.spots if path[:2] == ("rollout", "stop")} == {
+        ("rollout", "stop"),
+        ("rollout", "stop", 0),
+    }
+    assert str(loaded.spots["rollout", "stop", 0].value).endswith("1.yaml:1:18")
+
+
 @pytest.mark.parametrize(
     ("text", "value"),
     [

@@ -158,6 +158,36 @@ def test_what_is_refused(load, overrides, part):
 
 
 @pytest.mark.parametrize(
+    "overrides",
+    [
+        ["algorithm.num_updates_per_step=64"],
+        ["rollout.kv_budget_tokens=768"],
+        ["run.max_tokens_per_microbatch=768"],
+        ["run.device=cuda:1"],
+        ["optim.betas=[0, 0.999]"],
+        ["optim.schedule=cosine", "optim.min_lr_ratio=0.1"],
+        ["reward.functions=[math, exact]", "reward.weights=[1, 0.5]"],
+        ["reward.functions=[regex]", "reward.regex_pattern=[0-9]+"],
+        ["reward.clip_min=0", "reward.clip_max=1"],
+        ["reward.overlong_buffer_tokens=256"],
+        ["reward.functions=[python:json:dumps]"],
+        ["algorithm.kl_loss_coef=0.1", "algorithm.kl_loss_kind=k2+", "algorithm.kl_unbiased=true"],
+        ["algorithm.kl_reward_coef=0.1", "algorithm.kl_controller=adaptive", "algorithm.kl_target=0.2"],
+        ["algorithm.loss_agg_mode=seq-mean-token-sum-norm", "algorithm.loss_scale_factor=100"],
+        ["data.validation=task:arithmetic", "run.validation_num_samples=4", "run.validation_temperature=1"],
+        ["algorithm.overlong_masking=true", "algorithm.overlong_leaves_baseline=true"],
+        ["critic.warmup_steps=4", "critic.lr=1e-3"],
+        ["optim.total_steps=null", "optim.total_epochs=1"],
+        ["model.path=Qwen/Qwen2.5-0.5B-Instruct"],
+        ["rollout.top_k=0", "rollout.min_p=0.0"],
+    ],
+    ids=lambda overrides: overrides[-1],
+)
+def test_what_is_let_through(load, overrides):
+    assert load("", *overrides).warnings == ()
+
+
+@pytest.mark.parametrize(
     ("overrides", "part"),
     [
         (["run.max_tokens_per_microbatch=767"], "is less than one sequence may have"),
