@@ -40,9 +40,10 @@ def refuse_by_name(config: PreTrainedConfig, path: str) -> None:
         raise ModelError(f"{kind} uses ALiBi, a bias on attention scores that the packed layout does not compute")
     other = sorted(set(_layer_types(text)) - ATTENTION_LAYERS)
     if other:
+        why = "attention in fixed chunks" if other == ["chunked_attention"] else "a state that runs along the stream"
         raise ModelError(
-            f"{kind} has layers of type {', '.join(other)}: a state that runs along the stream would leak from one "
-            "response into the next (only full and sliding-window attention is exact with packed responses)"
+            f"{kind} has layers of type {', '.join(other)}: {why} would mix a packed response with its neighbours "
+            "(full and sliding-window attention are exact)"
         )
     if getattr(text, "output_router_logits", False):
         raise ModelError(
@@ -94,13 +95,14 @@ def verify(model: PreTrainedModel, path: str) -> None:
                 trunk(model)(input_ids=torch.cat([ids[:5], r])[None], use_cache=False) for r in (ids[5:9], ids[9:])
             ]
     rows = torch.cat([alone[0].last_hidden_state[0], alone[1].last_hidden_state[0, 5:]])
-    error = float(((packed - rows).norm(dim=-1) / rows.norm(dim=-1)).nan_to_num(torch.inf).max())
+    error = _difference(packed, rows)
     if error > TOLERANCE[rows.dtype]:
         raise ModelError(
             f"{kind}: with a shared prompt its hidden rows are off by {error:.1e} relative to its own forward pass. "
             "Some layer depends on more than token, position and attention over the sequence; fastrl cannot train it"
         )
-    _check_head(model, ids, positions, segments, kind)
+    with keep_double(model):
+        _check_head(model, ids, positions, recorder, packed, kind)
 
 
 def _packed_rows(model: PreTrainedModel, ids: Tensor, positions: Tensor, layout: _Recorder, kind: str) -> Tensor:
@@ -144,28 +146,41 @@ def _own_attention(model: PreTrainedModel) -> Iterator[None]:
         model.train(training)
 
 
-def _check_head(model: PreTrainedModel, ids: Tensor, positions: Tensor, segments: Sequence[Segment], kind: str) -> None:
-    """The model's own logits against the head formula, on rows made large enough for a cap to show."""
+def _check_head(
+    model: PreTrainedModel, ids: Tensor, positions: Tensor, layout: _Recorder, rows: Tensor, kind: str
+) -> None:
+    """The head must read the trunk's rows as they are, and its logits must follow the formula of `head_of`.
+
+    The second is checked on rows made large enough for a cap to show.
+    """
     head = head_of(model)
     generator = torch.Generator().manual_seed(1)
-    hidden = torch.randn(ids.shape[0], head.weight.shape[1], generator=generator, dtype=torch.float64)
-    hidden = hidden.to(head.weight.device, head.weight.dtype)
+    hidden = torch.randn(rows.shape, generator=generator, dtype=torch.float64).to(rows.device, rows.dtype)
     spread = nn.functional.linear(hidden, head.weight, head.bias).abs().max() * head.logit_scale
-    hidden = hidden * (2 * (head.logit_softcap or 20.0) / spread.clamp(min=1e-6))
+    hidden = hidden * (2 * (head.logit_softcap or 20.0) / spread.abs().clamp(min=1e-6))
+    inputs: list[Tensor] = []
 
-    def replace(_module: nn.Module, _inputs: Any, output: Any) -> Any:
-        output.last_hidden_state = hidden[None]
-        return output
+    def replace(_module: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        inputs.append(arguments[0])
+        return (hidden.view_as(arguments[0]),)
 
-    handle = trunk(model).register_forward_hook(replace)
+    handle = model.get_output_embeddings().register_forward_pre_hook(replace)
     try:
-        layout = TrainingLayout(segments, ids.device)
         own = model(input_ids=ids[None], position_ids=positions[None], use_cache=False, fastrl_layout=layout).logits[0]
     finally:
         handle.remove()
     ours = logits_of(hidden, head)
-    if own.shape != ours.shape or not float((own - ours).norm() / ours.norm()) < 1e-4:
+    if len(inputs) != 1 or inputs[0].numel() != rows.numel() or _difference(inputs[0].view_as(rows), rows) > 1e-4:
+        raise ModelError(
+            f"{kind}: something lies between its trunk and its head; the fused head would be silently wrong"
+        )
+    if own.shape != ours.shape or _difference(own, ours) > 1e-4:
         raise ModelError(
             f"{kind}: its logits are not softcap(scale * (hidden W^T + b)) with the scale and cap of its "
             "configuration; the fused head would be silently wrong"
         )
+
+
+def _difference(a: Tensor, b: Tensor) -> float:
+    """Largest norm(a - b) / norm(b) over rows; infinity where it is not a number."""
+    return float(((a - b).norm(dim=-1) / b.norm(dim=-1)).nan_to_num(torch.inf).max())
