@@ -169,7 +169,7 @@ def dry_run_lines(config: Config) -> list[str]:
         f"{config.optim.total_steps} steps"
         if config.optim.total_steps is not None
         else f"{config.optim.total_epochs} epochs"
-    )  # noqa: E731
+    )
     return [
         f"model         {config.model.path}",
         f"data          {config.data.train}"

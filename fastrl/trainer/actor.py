@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from fastrl.data.batch import RolloutBatch, cu_seqlens_of
 from fastrl.data.packing import MicroBatch
 from fastrl.dist.collectives import any_rank, world_size
-from fastrl.kernels import linear_log_prob, linear_token_loss
+from fastrl.kernels import LogProbs, linear_log_prob, linear_token_loss
 from fastrl.models.forward import hidden_rows
 from fastrl.models.head import head_of
 from fastrl.trainer.losses import LossSettings, OptimizerBatch, token_terms
@@ -26,7 +27,7 @@ from fastrl.trainer.precision import autocast
 class PolicyModel:
     """A causal language model seen as a map from micro-batches to log-probs (actor or reference)."""
 
-    def __init__(self, model: nn.Module, *, temperature: float, dtype: torch.dtype) -> None:
+    def __init__(self, model: PreTrainedModel, *, temperature: float, dtype: torch.dtype) -> None:
         self.model, self.temperature, self.dtype = model, temperature, dtype
 
     def head_arguments(self) -> dict:
@@ -72,7 +73,7 @@ class Actor(PolicyModel):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: PreTrainedModel,
         optimizer: Optimizer,
         settings: LossSettings,
         *,
@@ -123,13 +124,13 @@ class Actor(PolicyModel):
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
         """Token-level losses: (loss, log_prob [N], entropy [N], stats), the head's gradient already made."""
 
-        def token_loss(log_prob: Tensor, entropy: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
+        def token_loss(log_prob: Tensor, entropy: Tensor | None, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
             return token_terms(self.settings, members, log_prob, entropy, micro.token_index[rows])
 
         loss, rows, stats = linear_token_loss(
             hidden, labels=micro.labels, token_loss_fn=token_loss, want_entropy=True, **self.head_arguments()
         )
-        return loss, rows.log_prob, rows.entropy, stats
+        return loss, rows.log_prob, entropy_of(rows), stats
 
     def loss_recomputed(
         self, members: OptimizerBatch, micro: MicroBatch, hidden: Tensor
@@ -138,7 +139,13 @@ class Actor(PolicyModel):
         rows = linear_log_prob(hidden, labels=micro.labels, want_entropy=True, **self.head_arguments())
         cu_seqlens = row_borders(members.batch, micro.token_index)
         loss, stats = token_terms(self.settings, members, rows.log_prob, rows.entropy, micro.token_index, cu_seqlens)
-        return loss.sum(), rows.log_prob.detach(), rows.entropy.detach(), stats
+        return loss.sum(), rows.log_prob.detach(), entropy_of(rows).detach(), stats
+
+
+def entropy_of(rows: LogProbs) -> Tensor:
+    """The entropies [N] that were asked for."""
+    assert rows.entropy is not None
+    return rows.entropy
 
 
 def row_borders(batch: RolloutBatch, token_index: Tensor) -> Tensor:

@@ -96,7 +96,7 @@ class AdvantageStage:
         return batch.with_(loss_mask=batch.response_mask & kept[batch.sequence_index], valid=baseline)
 
     def correct(self, batch: RolloutBatch, metrics: Metrics) -> RolloutBatch:
-        """rollout_weight, and loss_mask after rejections, where the old pass ran. Rejected sequences leave the baseline."""
+        """rollout_weight, and loss_mask after rejections, where the old pass ran; the rejected leave the baseline."""
         if self.correction is None or batch.old_log_prob is None or batch.rollout_log_prob is None:
             return batch
         data = {name: getattr(batch, name, None) for name in self.correction.data}

@@ -23,7 +23,7 @@ class Critic:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: ValueModel,
         optimizer: Optimizer,
         *,
         dtype: torch.dtype,

@@ -45,7 +45,7 @@ def export_run(run: str | Path, folder: str | Path, *, dtype: str | None = None)
     tensors, _ = load_checkpoint(checkpoint, {"policy": {"model": state}})
     model.load_state_dict(tensors["policy"]["model"])
     if dtype is not None:
-        model.to({"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype])
+        model = model.to(dtype=getattr(torch, dtype))  # type: ignore[call-arg]
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return Path(folder)

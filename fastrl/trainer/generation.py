@@ -155,7 +155,8 @@ def fill_batch(
     if found < wanted and refill.on_exhausted == "stop":
         raise TrainingError(
             f"step {step}: only {found} of {wanted} groups had rewards that differ after {rounds} refills: raise "
-            "algorithm.max_refills or rollout.num_samples_per_prompt, mix in prompts of other difficulty, or set algorithm.on_exhausted=train"
+            "algorithm.max_refills or rollout.num_samples_per_prompt, mix in prompts of other difficulty, or set "
+            "algorithm.on_exhausted=train"
         )
     return kept
 

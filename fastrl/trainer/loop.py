@@ -170,7 +170,7 @@ class Trainer:
         return self.parts.cursor.take_within_epoch(number)
 
     def pack(self, batch: RolloutBatch) -> Packed:
-        """Optimizer batches by whole prompts in a seeded order, each split into micro-batches; all passes share them."""
+        """Optimizer batches by whole prompts in a seeded order, each in micro-batches that all passes share."""
         run = self.config.run
         seed = sample_seed(run.seed, self.step_number + 1, 0, 0) % 2**31
         groups = all_gather_rows(batch.group_id)

@@ -97,6 +97,6 @@ def token_terms(
 
 
 def movement(log_prob: Tensor, old_log_prob: Tensor) -> dict[str, Tensor]:
-    """How far the policy moved from the old one, per token: k1 = -d and k3 = e^d - 1 - d with d = log_prob - old_log_prob."""
+    """How far the policy moved, per token: k1 = -d and k3 = e^d - 1 - d with d = log_prob - old_log_prob."""
     d = (log_prob - old_log_prob).clamp(-20, 20)
     return {"k1": -d, "k3": torch.expm1(d) - d}

@@ -53,7 +53,7 @@ def value_metrics(batch: RolloutBatch, metrics: Metrics) -> None:
 
 
 def mismatch_metrics(batch: RolloutBatch, log_prob: Tensor, metrics: Metrics) -> None:
-    """Trainer against engine, log w = log_prob - rollout_log_prob, where both exist. log_prob [T], NaN = not computed."""
+    """Trainer against engine, log w = log_prob - rollout_log_prob; log_prob [T], NaN where it was not computed."""
     if batch.rollout_log_prob is None:
         return
     rollout = batch.rollout_log_prob.to(log_prob.dtype)

@@ -1,4 +1,4 @@
-"""AdamW over fp32 masters, a rate that is a pure function of the update count, and updates that refuse non-finite gradients."""
+"""AdamW over fp32 masters, rates that are a function of the update count, and no update from a non-finite gradient."""
 
 from __future__ import annotations
 
@@ -105,8 +105,8 @@ class Optimizer:
             if self.skipped_in_a_row >= self.max_skipped:
                 raise TrainingError(
                     f"{self.skipped_in_a_row} updates of the {self.name} in a row had a non-finite loss or gradient "
-                    f"(last gradient norm {float(norm)}): lower the {self.name}'s learning rate (now {self.lr:g}), or look "
-                    "for NaN in rewards and log-probs in the run's rollouts/"
+                    f"(last gradient norm {float(norm)}): lower the {self.name}'s learning rate (now {self.lr:g}), "
+                    "or look for NaN in rewards and log-probs in the run's rollouts/"
                 )
             return torch.full_like(norm, float("nan")), False
         torch.nn.utils.clip_grads_with_norm_(self.parameters, self.max_grad_norm, norm)

@@ -93,23 +93,23 @@ def describe(config: Config) -> list[str]:
     plan, a, r = make_plan(config), config.algorithm, config.rollout
     total = r.num_prompts_per_step * r.num_samples_per_prompt
     extra = " + 1 greedy sample per prompt" if plan.greedy else ""
-    head = (
-        "gradient made in the forward"
-        if plan.gradient_in_forward
-        else "recomputed in the backward (sequence-level loss)"
-    )
-    prompts = "each prompt computed once per group" if config.run.share_prompts else "prompt repeated for each response"
-    lines = [
-        f"generate      {r.num_prompts_per_step} prompts x {r.num_samples_per_prompt} samples = {total} responses of up to {r.max_response_tokens} tokens{extra}",
-        f"old log-prob  {'runs: ' + plan.reasons['old_log_prob'] if plan.old_log_prob else 'skipped: one update per batch, ratio is exactly 1'}",
-        f"reference     {'runs: KL to the reference has a weight' if plan.reference else 'not loaded: no KL term'}",
-        f"values        {'critic runs: ' + a.advantage + ' needs values' if plan.critic else 'no critic: ' + a.advantage + ' needs no values'}",
-        f"reward        {' + '.join(config.reward.functions)}",
-        f"advantage     {a.advantage}",
-        f"update        {a.policy_loss}, {plan.loss_agg_mode}, {plan.updates_per_step} update(s) x {plan.epochs_per_batch} epoch(s); head: {head}; {prompts}",
-    ]
+    made = "made in the forward" if plan.gradient_in_forward else "recomputed (the loss needs whole sequences)"
+    prompts = "computed once per group" if config.run.share_prompts else "repeated for each response"
+    updates = f"{plan.updates_per_step} x {plan.epochs_per_batch} updates"
+    old = f"runs: {plan.reasons['old_log_prob']}" if plan.old_log_prob else "skipped: one update, ratio is exactly 1"
+    stages = {
+        "generate": f"{r.num_prompts_per_step} prompts x {r.num_samples_per_prompt} samples = {total} responses of up to "
+        f"{r.max_response_tokens} tokens{extra}",
+        "old log-prob": old,
+        "reference": "runs: KL to the reference has a weight" if plan.reference else "not loaded: no KL term",
+        "values": f"critic runs: {a.advantage} needs values" if plan.critic else f"no critic: {a.advantage} needs none",
+        "reward": " + ".join(config.reward.functions),
+        "advantage": a.advantage,
+        "update": f"{a.policy_loss}, {plan.loss_agg_mode}, {updates}",
+        "head": f"response rows only, gradient {made}; prompts {prompts}",
+    }
     if plan.critic and config.critic.warmup_steps:
-        lines.append(f"warm-up       only the critic learns in the first {config.critic.warmup_steps} steps")
+        stages["warm-up"] = f"only the critic learns in the first {config.critic.warmup_steps} steps"
     if plan.correction:
-        lines.append(f"correction    {a.correction}")
-    return lines
+        stages["correction"] = a.correction
+    return [f"{name:13s} {text}" for name, text in stages.items()]

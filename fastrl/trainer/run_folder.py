@@ -1,4 +1,4 @@
-"""Where a run lives: `runs/<name>/{config.yaml,metrics.jsonl,rollouts/,checkpoints/,log.txt}`, never shared by two runs."""
+"""Where a run lives: `runs/<name>/{config.yaml,metrics.jsonl,rollouts/,checkpoints/,log.txt}`, a folder for each run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ def new_run_folder(config: Config, files: tuple[str, ...]) -> Path:
         folder = Path(config.run.dir) / config.run.name
         if (folder / "metrics.jsonl").exists() or (folder / "checkpoints").exists():
             raise ConfigError(
-                f"run.name = {config.run.name}: {folder} already holds a run; add --resume to continue it, or choose another run.name"
+                f"run.name = {config.run.name}: {folder} already holds a run; add --resume to continue it, "
+                "or choose another run.name"
             )
         folder.mkdir(parents=True, exist_ok=True)
         return folder

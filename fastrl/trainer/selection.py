@@ -1,4 +1,4 @@
-"""Choices made over a whole optimizer batch before it is split: batch-level losses, the entropy quantile, the entropy bonus."""
+"""Choices over a whole optimizer batch before it is split: batch-level losses, the entropy quantile, the bonus."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def select_tokens(
     """The optimizer batch after its selections, and the mask [T] of the tokens that stay in the loss.
 
     Log-probs and entropies come from a no-gradient pass over the optimizer batch, made here: the same numbers for any
-    split into micro-batches. The entropy quantile shrinks the mask, so the scale is counted anew; a batch-level loss gets
-    its selection.
+    split into micro-batches. The entropy quantile shrinks the mask, so the scale is counted anew; a batch-level loss
+    gets its selection.
     """
     actor, batch, settings = trainer.parts.actor, members.batch, trainer.parts.actor.settings
     rows = actor.log_prob(batch, micro_batches, want_entropy=True)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastrl.algorithms.kl import AdaptiveKL, FixedKL
 from fastrl.algorithms.registry import Entry, check_options, get_advantage, get_correction, get_policy_loss
@@ -36,7 +36,7 @@ from fastrl.trainer.validation import Validator
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python, NumPy and torch; the trainer's own draws are addressed by (seed, step, ...) and need none of these."""
+    """Seed Python, NumPy and torch; the trainer's own draws are addressed by (seed, step, ...) and need none."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -137,7 +137,7 @@ def number_of_steps(config: Config, num_prompts: int) -> int:
     return math.ceil(per_epoch * (config.optim.total_epochs or 1.0))
 
 
-def load_policy(config: Config, dtype: torch.dtype, device: torch.device) -> nn.Module:
+def load_policy(config: Config, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """The policy (or a second, frozen copy of it)."""
     m = config.model
     return load_model(
@@ -202,12 +202,13 @@ def make_reference(config: Config, plan: Plan, dtype: torch.dtype, device: torch
     """The frozen starting policy, or None."""
     if not plan.reference:
         return None
-    model = load_policy(config, dtype, device).requires_grad_(False)
+    model = load_policy(config, dtype, device)
+    model.requires_grad_(False)
     return PolicyModel(model, temperature=config.rollout.temperature, dtype=dtype)
 
 
 def make_engine(
-    config: Config, model: nn.Module, tokenizer: PreTrainedTokenizerBase, stop_ids: frozenset[int]
+    config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stop_ids: frozenset[int]
 ) -> Engine:
     """The generation engine; the embedded one samples from the policy's own module."""
     return NativeEngine(
@@ -271,7 +272,7 @@ def make_validator(config: Config, generator: Generator, prompts: PromptSet | No
 
 
 def options_of(entry: Entry, given: dict[str, Any], config: Config) -> dict[str, Any]:
-    """Typed options of a registered function, with the shared keys of the algorithm section filled in where it takes them."""
+    """Typed options of a registered function, with the shared keys of the algorithm section where it takes them."""
     a = config.algorithm
     options = check_options(entry, given)
     shared = {"gamma": a.gamma, "gae_lambda": a.gae_lambda, "clip_low": a.clip_low, "clip_high": a.clip_high}
@@ -322,7 +323,7 @@ def loss_settings(config: Config) -> LossSettings:
 
 
 def token_correction(config: Config) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
-    """Token weights for steps without an old pass: current against rollout log-probs, inside the update's own forward."""
+    """Token weights for steps without an old pass: current against rollout log-probs, in the update's forward."""
     a = config.algorithm
     if a.correction == "none":
         return None

@@ -60,7 +60,8 @@ def restore(trainer: Trainer, manager: CheckpointManager, path: str) -> dict[str
     if state["has_critic"] != (parts.critic is not None):
         had, has = ("a", "none") if state["has_critic"] else ("no", "one")
         raise CheckpointError(
-            f"the checkpoint has {had} critic and this configuration needs {has}: algorithm.advantage must stay as it was"
+            f"the checkpoint has {had} critic and this configuration needs {has}: algorithm.advantage must stay "
+            "as it was"
         )
     load_model_state(parts.actor.model, parts.actor.optimizer, tensors["policy"], state["policy_optimizer"])
     if parts.critic is not None:

@@ -49,7 +49,7 @@ def summary(s: ScoredSample) -> Row:
 
 
 def record(rows: Sequence[Row], metrics: Metrics) -> None:
-    """Figures over all sources together and per source. An unscorable sample leaves its prompt's mean and is counted."""
+    """Figures over all sources and per source; an unscorable sample leaves its prompt's mean and is counted."""
     sources = sorted({source for _, source, *_ in rows})
     metrics.set("val/mean", mean_over_prompts(rows))
     metrics.set("val/prompts", len({group for group, *_ in rows}))
