@@ -3,6 +3,13 @@
 import pytest
 import torch
 
+from fastrl.kernels.dispatch import interpreting
+
+if interpreting():
+    import kernel_interpreter
+
+    kernel_interpreter.install()
+
 
 @pytest.fixture(autouse=True)
 def poison_new_tensors():

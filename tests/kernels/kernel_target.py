@@ -5,8 +5,8 @@
     with on_target("cuda:90", execute=False) as record:
         gae_triton(...)                       # meta tensors: compiled only
 
-Launches are specialised as Triton's own launcher does it: pointers and integers that are multiples of 16, integers equal
-to 1, None. The launch table is read for the target.
+Launches are specialised as Triton's own launcher does it: pointers and integers that are multiples of 16, integers
+equal to 1, None. The launch table is read for the target.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ TYPES = {
     torch.uint8: "*u8",
     torch.bool: "*i1",
 }
+_GLOBAL_LOAD = re.compile(r"ld\.global(?:\.[a-z0-9_:]+)*?(?:\.v(\d))?\.[busf](\d+)")
 OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
 # shared memory that a block may use
 SHARED_LIMIT = {"cuda:80": 163 * 1024, "cuda:90": 227 * 1024, "cuda:100": 227 * 1024, "hip:gfx942": 64 * 1024}

@@ -8,6 +8,7 @@ as they are in Triton's output. Not modelled: ptxas, timing, races inside a CTA,
 from __future__ import annotations
 
 import ctypes
+import functools
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -142,7 +143,8 @@ class Cta:
         value = self.registers.get(operand)
         if value is None:
             if operand.startswith("%"):
-                raise PtxFault(f"register {operand} is read before it is written")
+                # left unwritten, say by a load whose guard is off: all ones, NaN to whoever uses it
+                return np.full(self.threads, (1 << width) - 1, kind)
             if operand[:2] in ("0f", "0F", "0d", "0D"):
                 number = int(operand[2:], 16)
             elif operand in self.kernel.labels or not re.fullmatch(r"-?(0x)?[0-9a-fA-F]+U?", operand):
@@ -157,6 +159,12 @@ class Cta:
         width = int(type_[1:])
         raw = self.bits(operand, width)
         return raw.view({"f": FLOAT, "s": SIGNED}.get(type_[0], UNSIGNED)[width])
+
+    def widened(self, operand: str, type_: str) -> np.ndarray:
+        """A half-precision operand as float32."""
+        if type_ == "bf16":
+            return (self.bits(operand, 16).astype(U32) << U32(16)).view(np.float32)
+        return self.number(operand, "f16").astype(np.float32)
 
     def predicate(self, operand: str) -> np.ndarray:
         if operand.startswith("!"):
@@ -199,14 +207,20 @@ class Cta:
                     active = self.predicate(step.guard)
                     active = ~active if step.negated else active
                 root = step.parts[0]
-                if root in ("bra", "ret", "exit"):
+                if root in ("bra", "brx", "ret", "exit"):
                     if active is not None and not active.all():
                         if active.any():
                             raise PtxFault(f"divergent: {step.line}")
                         continue
-                    if root != "bra":
+                    if root in ("ret", "exit"):
                         return
-                    at = self.kernel.labels[step.operands[-1]]
+                    label = step.operands[-1]
+                    if root == "brx":
+                        index = self.bits(step.operands[0], 32)
+                        if (index != index[0]).any():
+                            raise PtxFault(f"divergent: {step.line}")
+                        label = self.kernel.tables[label][int(index[0])]
+                    at = self.kernel.labels[label]
                 elif active is None or active.any():
                     self.execute(step, active)
         raise PtxFault("too many steps")
@@ -223,7 +237,7 @@ class Cta:
                 self.logic(step, active)
             elif step.parts[-1] == "f32x2":
                 self.packed(step, active)
-            elif step.parts[-1] in ("f32", "f64", "f16"):
+            elif step.parts[-1] in ("f32", "f64", "f16", "bf16"):
                 self.float_arithmetic(step, active)
             else:
                 self.integer_arithmetic(step, active)
@@ -405,8 +419,7 @@ class Cta:
         if target == "bf16":
             return self.put(step.operands[0], bf16_bits(self.number(step.operands[1], "f32")), active)
         if source == "bf16":
-            wide = self.bits(step.operands[1], 16).astype(U32) << U32(16)
-            return self.put(step.operands[0], wide, active)
+            return self.put(step.operands[0], self.widened(step.operands[1], "bf16"), active)
         x = self.number(step.operands[1], source)
         if target[0] == "f":
             return self.put(step.operands[0], x.astype(FLOAT[int(target[1:])]), active)
@@ -447,19 +460,23 @@ class Cta:
 
     def float_arithmetic(self, step: Instruction, active: np.ndarray | None) -> None:
         root, type_ = step.parts[0], step.parts[-1]
-        x = [self.number(o, type_) for o in step.operands[1:]]
+        if step.parts[-2] == "f32" and type_ in ("bf16", "f16"):  # float32 arithmetic on half-precision inputs
+            halves = 2 if root == "fma" else 1
+            x = [self.widened(o, type_) for o in step.operands[1 : 1 + halves]]
+            x += [self.number(o, "f32") for o in step.operands[1 + halves :]]
+        else:
+            x = [self.number(o, type_) for o in step.operands[1:]]
         if root in ("fma", "mad"):
             value = fused(*x)
         elif root in ("max", "min"):
             keep_nan = "NaN" in step.parts
-            value = {
+            choose = {
                 ("max", True): np.maximum,
                 ("max", False): np.fmax,
                 ("min", True): np.minimum,
                 ("min", False): np.fmin,
-            }[root, keep_nan](*x)
-            if len(x) == 3:
-                raise PtxFault(f"not modelled: {step.line}")
+            }[root, keep_nan]
+            value = functools.reduce(choose, x)
         elif root == "copysign":
             value = np.copysign(x[1], x[0])
         elif len(x) == 1:
@@ -495,13 +512,18 @@ class Cta:
         elif root == "bfe":
             position, length = (self.bits(o, 32).astype(kind) for o in step.operands[2:4])
             value = (self.bits(step.operands[1], width) >> position) & ((kind(1) << length) - kind(1))
-            if type_[0] == "s":
-                raise PtxFault(f"not modelled: {step.line}")
+            if type_[0] == "s":  # the field's top bit is its sign
+                sign = kind(1) << (length - kind(1))
+                value = (value ^ sign) - sign
         elif root == "bfi":
             field, base = (self.bits(o, width) for o in step.operands[1:3])
             position, length = (self.bits(o, 32).astype(kind) for o in step.operands[3:5])
             mask = ((kind(1) << length) - kind(1)) << position
             value = (base & ~mask) | ((field << position) & mask)
+        elif root in ("popc", "clz"):
+            digits = [f"{int(x):0{width}b}" for x in self.bits(step.operands[1], width)]
+            counts = [d.count("1") if root == "popc" else len(d) - len(d.lstrip("0")) for d in digits]
+            value = np.array(counts, U32)
         elif root == "shf":
             low, high, amount = (self.bits(o, 32) for o in step.operands[1:4])
             both, by = (high.astype(U64) << U64(32)) | low.astype(U64), (amount & U32(31)).astype(U64)

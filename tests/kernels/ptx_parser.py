@@ -22,13 +22,12 @@ class Kernel:
     parameters: list[tuple[str, str]]  # (type, name) in order
     code: list[Instruction] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)
-    widths: dict[str, int] = field(default_factory=dict)  # register prefix -> bits; 1 for predicates
+    tables: dict[str, list[str]] = field(default_factory=dict)  # name -> labels of an indexed branch
 
 
 _STATEMENT = re.compile(r"(?:@(!?)(%\w+)\s+)?([a-z][\w.:]*)\s*(.*)", re.S)
 _OPERAND = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*")
-_REGISTER = re.compile(r"\.reg \.(\w+)\s+%(\w+?)<\d+>;")
-_BITS = {"pred": 1, "b16": 16, "b32": 32, "b64": 64, "f32": 32, "f64": 64, "u16": 16, "u32": 32, "u64": 64}
+_TABLE = re.compile(r"(\$?[\w$]+):\s*\.branchtargets\s+(.*)", re.S)
 
 
 def _statements(body: str):
@@ -60,10 +59,13 @@ def parse(ptx: str) -> Kernel:
     name = re.search(r"\.entry\s+([\w$]+)", header)
     assert name is not None
     kernel = Kernel(name[1], re.findall(r"\.param \.(\w+)[^,\n)]*?\b(\w+_param_\d+)", header))
-    kernel.widths = {prefix: _BITS[kind] for kind, prefix in _REGISTER.findall(body)}
     for statement in _statements(body):
         if statement.endswith(":"):
             kernel.labels[statement[:-1]] = len(kernel.code)
+            continue
+        table = _TABLE.fullmatch(statement)
+        if table is not None:
+            kernel.tables[table[1]] = [label.strip() for label in table[2].split(",")]
             continue
         match = _STATEMENT.fullmatch(statement)
         if match is None:

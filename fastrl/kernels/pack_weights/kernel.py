@@ -18,17 +18,18 @@ CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 @triton.jit
 def _copy(source, out, offset, count, TYPE: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr):
     """Elements 0 .. count - 1 behind address `source` to out[offset ...]; WIDE: both sides are 16-byte aligned."""
-    if WIDE:
-        source = tl.multiple_of(source, 16)
-        offset = tl.multiple_of(offset, 16)
     pointer = source.to(tl.pointer_type(TYPE))
+    target = out + offset
+    if WIDE:
+        pointer = tl.multiple_of(pointer, 16)
+        target = tl.multiple_of(target, 16)
     for at in range(0, count, BLOCK):
         i = at + tl.arange(0, BLOCK)
         if at + BLOCK <= count:
-            tl.store(out + offset + i, tl.load(pointer + i).to(out.dtype.element_ty))
+            tl.store(target + i, tl.load(pointer + i).to(out.dtype.element_ty))
         else:
             inside = i < count
-            tl.store(out + offset + i, tl.load(pointer + i, mask=inside).to(out.dtype.element_ty), mask=inside)
+            tl.store(target + i, tl.load(pointer + i, mask=inside).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
