@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -93,14 +92,13 @@ def interruptible(trainer: Trainer, logger: RunLogger) -> None:
     try:
         trainer.fit()
     except KeyboardInterrupt:
-        logger.info(
-            f"interrupted in step {trainer.step_number + 1}; `fastrl train ... --resume {logger.folder}` continues from the last checkpoint"
-        )
+        step, again = trainer.step_number + 1, f"fastrl train ... --resume {logger.folder}"
+        logger.info(f"interrupted in step {step}; `{again}` continues from the last checkpoint")
         raise
 
 
 def run_evaluation(loaded: LoadedConfig, *, checkpoint: str | Path | None = None) -> dict[str, float]:
-    """Score the held-out prompts once with the model of the configuration, or of a checkpoint; prints and returns the figures."""
+    """Score the held-out prompts with the configured model, or a checkpoint of it; prints and returns the figures."""
     from fastrl.errors import ConfigError
     from fastrl.trainer.setup import build
     from fastrl.trainer.state import restore_weights
@@ -139,21 +137,17 @@ def peek(path: Path) -> dict[str, Any]:
 
 def part_lines(parts: Parts) -> list[str]:
     """What was loaded, in words."""
-    policy = parts.actor.model
-    size = sum(p.numel() for p in policy.parameters())
-    lines = [
-        f"model         {type(policy).__name__}, {size / 1e6:.1f}M parameters, {parts.config.run.dtype} on {parts.device}"
+    policy, run = parts.actor.model, parts.config.run
+    size = sum(p.numel() for p in policy.parameters()) / 1e6
+    held_out = len(parts.validator.prompts) if parts.validator else 0
+    dropped = parts.num_overlong_prompts
+    too_long = f", {dropped} longer than data.max_prompt_tokens dropped" if dropped else ""
+    return [
+        f"model         {type(policy).__name__}, {size:.1f}M parameters, {run.dtype} on {parts.device}",
+        f"data          {len(parts.cursor.prompt_set)} training prompts, {held_out} held out{too_long}",
+        f"roles         {', '.join(sorted(role.value for role in parts.plan.roles))}",
+        f"threads       {thread_count()}; {parts.total_steps} steps",
     ]
-    lines.append(
-        f"data          {len(parts.cursor.prompt_set)} training prompts, {len(parts.validator.prompts) if parts.validator else 0} held out"
-    )
-    if parts.num_overlong_prompts:
-        lines.append(
-            f"              {parts.num_overlong_prompts} prompts longer than data.max_prompt_tokens were dropped"
-        )
-    lines.append(f"roles         {', '.join(sorted(role.value for role in parts.plan.roles))}")
-    lines.append(f"threads       {thread_count()}; {parts.total_steps} steps")
-    return lines
 
 
 def thread_count() -> str:
@@ -165,16 +159,11 @@ def thread_count() -> str:
 
 def dry_run_lines(config: Config) -> list[str]:
     """What a run would load and write."""
-    total: Callable[[], str] = lambda: (
-        f"{config.optim.total_steps} steps"
-        if config.optim.total_steps is not None
-        else f"{config.optim.total_epochs} epochs"
-    )
+    o, held_out = config.optim, config.data.validation
     return [
         f"model         {config.model.path}",
-        f"data          {config.data.train}"
-        + (f", held out {config.data.validation}" if config.data.validation else ""),
-        f"length        {total()}",
+        f"data          {config.data.train}" + (f", held out {held_out}" if held_out else ""),
+        f"length        {f'{o.total_epochs} epochs' if o.total_steps is None else f'{o.total_steps} steps'}",
         f"run folder    {config.run.dir}/{config.run.name or '<config>-<time>'}",
         "dry run: nothing was loaded or written",
     ]

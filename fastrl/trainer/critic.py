@@ -12,6 +12,7 @@ from fastrl.data.batch import RolloutBatch
 from fastrl.data.packing import MicroBatch
 from fastrl.dist.collectives import any_rank, world_size
 from fastrl.models.forward import trunk_rows
+from fastrl.models.load import ValueModel
 from fastrl.trainer.losses import OptimizerBatch
 from fastrl.trainer.metrics import Metrics
 from fastrl.trainer.optim import Optimizer, record_update

@@ -98,8 +98,8 @@ def describe(config: Config) -> list[str]:
     updates = f"{plan.updates_per_step} x {plan.epochs_per_batch} updates"
     old = f"runs: {plan.reasons['old_log_prob']}" if plan.old_log_prob else "skipped: one update, ratio is exactly 1"
     stages = {
-        "generate": f"{r.num_prompts_per_step} prompts x {r.num_samples_per_prompt} samples = {total} responses of up to "
-        f"{r.max_response_tokens} tokens{extra}",
+        "generate": f"{r.num_prompts_per_step} prompts x {r.num_samples_per_prompt} samples = {total} responses "
+        f"of up to {r.max_response_tokens} tokens{extra}",
         "old log-prob": old,
         "reference": "runs: KL to the reference has a weight" if plan.reference else "not loaded: no KL term",
         "values": f"critic runs: {a.advantage} needs values" if plan.critic else f"no critic: {a.advantage} needs none",

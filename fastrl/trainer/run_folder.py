@@ -1,4 +1,4 @@
-"""Where a run lives: `runs/<name>/{config.yaml,metrics.jsonl,rollouts/,checkpoints/,log.txt}`, a folder for each run."""
+"""Where a run lives: `runs/<name>/{config.yaml,metrics.jsonl,rollouts/,checkpoints/,log.txt}`, one folder per run."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The gradient of an optimizer batch does not depend on micro-batches, packing order or prompt sharing: every loss, every mode."""
+"""The gradient does not depend on micro-batches, packing order or prompt sharing: every loss, every mode."""
 
 import pytest
 import torch
+from tiny_models import ragged_batch, tiny_model
 
 from fastrl.algorithms.registry import check_options, get_correction, get_policy_loss, list_policy_losses
 from fastrl.data.packing import pack
@@ -11,8 +12,6 @@ from fastrl.trainer.losses import LossSettings, OptimizerBatch
 from fastrl.trainer.metrics import Metrics
 from fastrl.trainer.normalizers import keep_rows, optimizer_batch
 from fastrl.trainer.optim import Optimizer, Schedule
-
-from tiny_models import ragged_batch, tiny_model
 
 MODES = [
     "token-mean",

@@ -54,7 +54,7 @@ def test_nonfinite_gradient_leaves_everything_alone():
     optimizer = Optimizer(module, Schedule(0.1, warmup=5), name="policy")
     module.p.grad = torch.tensor([0.5, 0.5])
     optimizer.step()
-    before = [t.clone() for t in (module.p.detach(), *[v for v in optimizer.torch_optimizer.state[module.p].values()])]
+    before = [t.clone() for t in (module.p.detach(), *optimizer.torch_optimizer.state[module.p].values())]
     rate = optimizer.lr
     module.p.grad = torch.tensor([math.nan, 1.0])
     norm, applied = optimizer.step()
