@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -150,7 +151,17 @@ def _python_problem(path: str) -> str | None:
             near = closest(part, [name for name in dir(found) if not name.startswith("_")])
             return f"module {module_name} has no {function_name}" + did_you_mean(near)
         found = getattr(found, part)
-    return None if callable(found) else f"{function_name} in {module_name} is not a function"
+    if not callable(found):
+        return f"{function_name} in {module_name} is not a function"
+    if inspect.isclass(found):
+        return None  # made and called where it scores
+    from fastrl.rewards.signatures import read_signature
+
+    try:
+        read_signature(path, found)
+    except (TypeError, ValueError) as problem:
+        return str(problem).removeprefix(f"{path}: ").removeprefix(f"{path} ")
+    return None
 
 
 def reward_settings(subject: Subject) -> Iterator[Finding]:

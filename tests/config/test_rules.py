@@ -170,7 +170,6 @@ def test_what_is_refused(load, overrides, part):
         ["reward.functions=[regex]", "reward.regex_pattern=[0-9]+"],
         ["reward.clip_min=0", "reward.clip_max=1"],
         ["reward.overlong_buffer_tokens=256"],
-        ["reward.functions=[python:json:dumps]"],
         ["algorithm.kl_loss_coef=0.1", "algorithm.kl_loss_kind=k2+", "algorithm.kl_unbiased=true"],
         ["algorithm.kl_reward_coef=0.1", "algorithm.kl_controller=adaptive", "algorithm.kl_target=0.2"],
         ["algorithm.loss_agg_mode=seq-mean-token-sum-norm", "algorithm.loss_scale_factor=100"],
@@ -238,10 +237,14 @@ def test_the_same_file_for_training_and_validation(load, tmp_path):
 def test_a_reward_module_that_fails_says_why(load, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "rewards_that_raise.py").write_text("raise KeyError('token')\n")
-    (tmp_path / "rewards_fine.py").write_text("def score(sample):\n    return 1.0\n")
+    (tmp_path / "rewards_fine.py").write_text(
+        "def score(response, answer):\n    return 1.0\n\ndef blind(*words):\n    return 1.0\n"
+    )
     (message,) = problems(load, "", "reward.functions=[python:rewards_that_raise:score]")
     assert message.endswith("importing rewards_that_raise failed: KeyError: 'token'")
     assert load("", "reward.functions=[python:rewards_fine:score]").warnings == ()
+    (message,) = problems(load, "", "reward.functions=[python:rewards_fine:blind]")
+    assert "reward.functions[0] = python:rewards_fine:blind: parameters are filled by name" in message
     sys.modules.pop("rewards_fine", None)
 
 
