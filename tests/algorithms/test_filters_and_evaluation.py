@@ -1,4 +1,4 @@
-"""Dynamic sampling, overlong responses, PF-PPO resampling, evaluation figures."""
+"""Dynamic sampling, PF-PPO resampling, evaluation figures."""
 
 import itertools
 import math
@@ -10,7 +10,6 @@ import torch
 from fastrl.algorithms.evaluation import best_at_k, bootstrap_interval, evaluate, majority_at_k, pass_at_k, worst_at_k
 from fastrl.algorithms.filters import informative_groups
 from fastrl.algorithms.groups import group_counts
-from fastrl.algorithms.overlong import mask_overlong, overlong_penalty
 from fastrl.algorithms.pf_ppo import resample, resampling_weights
 
 
@@ -32,25 +31,6 @@ def test_group_counts():
         "groups_without_spread": (1.0, 4.0),
         "groups_without_samples": (1.0, 4.0),
     }
-
-
-def test_overlong_penalty_by_hand():
-    lengths = torch.tensor([0, 15, 16, 18, 20, 21])
-    assert overlong_penalty(lengths, max_tokens=20, buffer_tokens=4).tolist() == [0, 0, 0, -0.5, -1, -1]
-    assert overlong_penalty(lengths, max_tokens=20, buffer_tokens=4, factor=0.5).tolist() == [
-        0,
-        0,
-        0,
-        -0.25,
-        -0.5,
-        -0.5,
-    ]
-    assert overlong_penalty(lengths, max_tokens=20, buffer_tokens=0).tolist() == [0] * 6
-
-
-def test_overlong_masking():
-    mask = torch.tensor([1, 0, 1, 1]).bool()
-    assert mask_overlong(mask, torch.tensor([True, False]), torch.tensor([0, 3, 4])).tolist() == [False] * 3 + [True]
 
 
 def test_resampling_weights():
