@@ -155,7 +155,7 @@ class Engine(Protocol):
         ...
 
 
-def check_requests(requests: Sequence[GenerationRequest], vocabulary_size: int | None = None) -> None:
+def check_requests(requests: Sequence[GenerationRequest], vocabulary_size: int) -> None:
     """Refuse what no engine can do, naming the request: empty prompts, repeated ids, ids outside the vocabulary."""
     seen: set[int] = set()
     for request in requests:
@@ -171,10 +171,6 @@ def check_requests(requests: Sequence[GenerationRequest], vocabulary_size: int |
             raise EngineError(f"{name} has max_tokens = {request.max_tokens}: expected 1 or more")
         if request.temperature is not None and request.temperature < 0:
             raise EngineError(f"{name} has temperature = {request.temperature}: expected 0 (greedy) or more")
-        if (
-            vocabulary_size is not None
-            and not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < vocabulary_size
-        ):
-            raise EngineError(
-                f"{name} has prompt ids outside 0..{vocabulary_size - 1}: is it another model's tokenizer?"
-            )
+        wrong = [i for i in (min(request.prompt_ids), max(request.prompt_ids)) if not 0 <= i < vocabulary_size]
+        if wrong:
+            raise EngineError(f"{name} has the prompt id {wrong[0]}, the model has {vocabulary_size}: other tokenizer?")

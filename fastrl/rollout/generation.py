@@ -195,10 +195,7 @@ class Generation:
         last = hidden[torch.from_numpy(packed.last).to(self.device)]
         for i, number in enumerate(numbers):
             self.groups[number].hidden = last[i : i + 1]
-        layers = sorted(layout.kv)
-        self.cache.add_prompts(
-            [layout.kv[i] for i in layers], [layout.key_dims[i] for i in layers], packed.index, numbers
-        )
+        self.cache.add_prompts([layout.kv[i] for i in sorted(layout.kv)], packed.index, numbers)
         self.cache.merge_pools()
 
     # -- one token ------------------------------------------------------------------------------------------------

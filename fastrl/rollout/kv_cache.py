@@ -31,7 +31,6 @@ class PromptPool:
 class KVCache:
     """Prompt pools and the responses' rows. M rows, L own tokens at most."""
 
-    key_dims: list[int] = field(default_factory=list)  # per layer: Dk
     pools: list[PromptPool] = field(default_factory=list)
     own: list[Tensor] = field(default_factory=list)  # per layer [capacity, Hkv, space, Dk + Dv]
     lengths: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # [M] own tokens stored
@@ -42,16 +41,14 @@ class KVCache:
     def num_rows(self) -> int:
         return len(self.lengths)
 
-    def add_prompts(self, kv: list[Tensor], key_dims: list[int], index: list[np.ndarray], groups: list[int]) -> None:
+    def add_prompts(self, kv: list[Tensor], index: list[np.ndarray], groups: list[int]) -> None:
         """Store prompts of new groups.
 
         Args:
             kv: per layer [Hkv, U, Dk + Dv], of a packed prefill of U tokens.
-            key_dims: per layer Dk.
             index: per group [P] int64, where its prompt's tokens lie among the U.
             groups: the groups' numbers.
         """
-        self.key_dims = key_dims
         for members in similar_lengths([len(i) for i in index]):
             longest = max(len(index[m]) for m in members)
             grid = np.zeros((len(members), longest), np.int64)

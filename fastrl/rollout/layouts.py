@@ -61,7 +61,6 @@ class PrefillLayout:
         self.packed = packed
         self.device = device
         self.kv: dict[int, Tensor] = {}  # layer -> [Hkv, U, Dk + Dv]
-        self.key_dims: dict[int, int] = {}
         self._index = [torch.from_numpy(i).to(device) for i in packed.index]
         self._masks: dict[tuple[int, int, int | None], Tensor | None] = {}
 
@@ -96,7 +95,7 @@ class PrefillLayout:
         """query [U, Hq, D], key and value [U, Hkv, D] -> [U, Hq, Dv]; keeps key and value."""
         query, key, value = _autocast(query, key, value)
         kv = torch.cat([key, value], dim=-1).transpose(0, 1).contiguous()  # [Hkv, U, Dk + Dv]
-        self.kv[layer], self.key_dims[layer] = kv, key.shape[-1]
+        self.kv[layer] = kv
         out = query.new_empty(query.shape[0], query.shape[1], value.shape[-1])
         for prompt, start, end in self.packed.segments:
             where = self._index[prompt]

@@ -20,7 +20,7 @@ from fastrl.models.double import keep_double
 from fastrl.models.head import head_of
 from fastrl.rollout.engine import EngineHealth, GenerationRequest, Sample, SamplingParams, WakePart, check_requests
 from fastrl.rollout.generation import Generation, Running
-from fastrl.rollout.plain_decoder import PlainDecoder, largest_difference, why_not_plain
+from fastrl.rollout.plain_decoder import PlainDecoder, is_sharded, largest_difference, why_not_plain
 from fastrl.rollout.runner import ModuleRunner, Runner, uses_layouts
 
 # How far the fast forward pass may be from the model's own, relative to the largest logit.
@@ -55,9 +55,7 @@ class NativeEngine:
         fast_path: bool | None = None,
     ) -> None:
         if not uses_layouts(model):
-            raise ModelError(
-                f"{type(model).__name__} was not loaded by fastrl.models.load_model: its attention is not ours"
-            )
+            raise ModelError(f"{type(model).__name__}: the attention is not fastrl's, load it with fastrl.models.load")
         self.model = model
         self.tokenizer = tokenizer
         self.stop_token_ids = frozenset(int(i) for i in stop_token_ids)
@@ -83,6 +81,9 @@ class NativeEngine:
         if reason is not None:
             return reason
         fast = PlainDecoder(self.model, self.device, autocast_dtype=self.autocast_dtype)
+        if is_sharded(self.model):  # the trunk alone cannot run to be compared with
+            self._runner = fast
+            return None
         with self._modes():
             difference = largest_difference(self._runner, fast, self.device, self.vocabulary_size)
         if not difference <= _TOLERANCES[fast.dtype]:

@@ -110,25 +110,28 @@ class PlainDecoder:
     def refresh(self) -> None:
         """Copies are made anew at the next forward pass; now where gathering them takes every rank."""
         self.release()
-        if any(isinstance(p, DTensor) for p in self.model.parameters()):
+        if is_sharded(self.model):
             self._ready()
 
     def release(self) -> None:
         """Drop the copies."""
         self._weights = None
 
-    @torch.no_grad()
     def _ready(self) -> Weights:
         if self._weights is None:
-            head = head_of(self.model)
-            self._weights = Weights(
-                embedding=_whole(self.trunk.embed_tokens.weight),
-                layers=tuple(self._layer(block) for block in self.trunk.layers),
-                norm=self._norm(self.trunk.norm),
-                head=self._product([head.weight], [head.bias]),
-                head_parameters=head,
-            )
+            with torch.inference_mode(False), torch.no_grad():  # collectives refuse inference tensors
+                self._weights = self._collect()
         return self._weights
+
+    def _collect(self) -> Weights:
+        head = head_of(self.model)
+        return Weights(
+            embedding=_whole(self.trunk.embed_tokens.weight),
+            layers=tuple(self._layer(block) for block in self.trunk.layers),
+            norm=self._norm(self.trunk.norm),
+            head=self._product([head.weight], [head.bias]),
+            head_parameters=head,
+        )
 
     def _layer(self, block: Any) -> Layer:
         attention, mlp = block.self_attn, block.mlp
@@ -167,9 +170,8 @@ class PlainDecoder:
         if self.packs:
             bias = torch.cat([b for b in offsets if b is not None]) if offsets[0] is not None else None
             operator = torch.ops.mkldnn._linear_pointwise.default
-            with torch.inference_mode():
-                joined = parts[0] if len(parts) == 1 else torch.cat(parts)
-                packed = torch.ops.mkldnn._reorder_linear_weight(joined.contiguous(), _PACK_ROWS)
+            joined = parts[0] if len(parts) == 1 else torch.cat(parts)
+            packed = torch.ops.mkldnn._reorder_linear_weight(joined.contiguous(), _PACK_ROWS)
             return lambda x: operator(x, packed, bias, "none", [], "")
         if len(parts) == 1:
             return lambda x: linear(x, parts[0], offsets[0])
@@ -183,6 +185,11 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
     out[..., half:].addcmul_(x[..., :half], sin[..., half:])
     return out
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether this rank holds only parts of the parameters."""
+    return any(isinstance(p, DTensor) for p in model.parameters())
 
 
 def _whole(tensor: Tensor) -> Tensor:
