@@ -1,0 +1,1 @@
+"""Prompts, the ragged batch, and how sequences become micro-batches."""
