@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fastrl.algorithms import get_advantage, get_kl, get_policy_loss
-from fastrl.algorithms.aggregation import scale_of_batch
+from fastrl.algorithms.aggregation import aggregation_scale
 from fastrl.algorithms.kl import AdaptiveKL
 from fastrl.algorithms.ragged import sequence_index
 from fastrl.algorithms.value_loss import value_loss
@@ -193,7 +193,7 @@ def test_aggregation(mode):
     loss = batch.normal()
     want = core.agg_loss(loss, batch.mask, mode, loss_scale_factor=float(T) if mode.endswith("norm") else None)
     mask = batch.flat(batch.mask).bool()
-    scale = scale_of_batch(mode, mask, batch.cu, batch.group, loss_scale_factor=float(T))
+    scale = aggregation_scale(mode, batch.mask.sum(-1).long(), loss_scale_factor=float(T), dtype=torch.float64)
     torch.testing.assert_close(aggregate(batch.flat(loss), mask, scale=scale, cu_seqlens=batch.cu), want)
 
 
