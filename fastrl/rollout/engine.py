@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fastrl.data.batch import FinishReason
 from fastrl.errors import EngineError
-from fastrl.rollout.seeds import sample_seed
+from fastrl.rollout.seeds import sample_seeds
 
 WakePart = Literal["weights", "kv"]
 
@@ -76,7 +76,7 @@ class GenerationRequest:
     def sample_seeds(self, params: SamplingParams) -> tuple[int, ...]:
         """The seed of each sample."""
         if self.seeds is None:
-            return tuple(sample_seed(params.seed, 0, self.request_id, i) for i in range(self.num_samples))
+            return tuple(sample_seeds(params.seed, 0, self.request_id, self.num_samples))
         if len(self.seeds) != self.num_samples:
             raise EngineError(
                 f"request {self.request_id} has {len(self.seeds)} seeds for {self.num_samples} samples: give one each"

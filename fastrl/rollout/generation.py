@@ -74,7 +74,7 @@ class Generation:
         self._check_space()
         self.queue = deque(range(len(self.groups)))
         self.used = 0  # tokens of key/value space reserved
-        self.cache = KVCache()
+        self.cache = KVCache(longest=max((s.max_tokens for g in self.groups for s in g.waiting), default=1))
         self.layout = DecodeLayout(self.cache, device)
         self.active: list[Running] = []
         self.rows = np.zeros(0, np.int64)  # per active sample: its row
@@ -280,7 +280,7 @@ class Generation:
         self.rows = place[inverse]
         unchanged = len(source) == self.cache.num_rows and bool((source == np.arange(len(source))).all())
         if not unchanged:
-            self.cache.set_rows(source, new_groups)
+            self.cache.set_rows(source, new_groups, capacity=len(self.active))
 
     def _release(self, finished: list[Running]) -> None:
         """Give back the space of finished samples, and of prompts that nobody reads any more."""
@@ -293,7 +293,8 @@ class Generation:
                 self.used -= len(group.prompt)
                 group.hidden = None
                 gone.add(sample.group)
-        self.cache.drop_prompts(gone)
+        if gone:
+            self.cache.drop_prompts(gone)
 
 
 def _places(parent: np.ndarray) -> np.ndarray:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_GROWTH = 32  # own space grows by at least so many tokens
+_GROWTH = 64  # own space grows by at least so many tokens
 _MAX_POOLS = 4  # prompts are regrouped when they lie in more pools
 
 
@@ -29,12 +29,14 @@ class PromptPool:
 
 @dataclass(eq=False)
 class KVCache:
-    """Prompt pools and the responses' rows. M rows, L own tokens at most."""
+    """Prompt pools and the responses' rows. M rows; `longest` is the most own tokens a row can come to."""
 
+    longest: int = 1 << 62
     pools: list[PromptPool] = field(default_factory=list)
     own: list[Tensor] = field(default_factory=list)  # per layer [capacity, Hkv, space, Dk + Dv]
     lengths: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # [M] own tokens stored
     groups: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # [M] group of each row
+    _done: set[int] = field(default_factory=set)  # groups nobody reads any more
     version: int = 0  # counts changes of rows and pools, for what is derived from them
 
     @property
@@ -62,38 +64,38 @@ class KVCache:
         self.version += 1
 
     def drop_prompts(self, finished: set[int]) -> None:
-        """Forget the prompts of groups that are done."""
-        if not finished:
-            return
+        """Forget the prompts of groups that are done: a pool is rebuilt when a third of it is, or dropped."""
+        self._done |= finished
         pools = []
         for pool in self.pools:
-            members = [i for i, group in enumerate(pool.groups) if group not in finished]
-            if len(members) == len(pool.groups):
+            members = [i for i, group in enumerate(pool.groups) if group not in self._done]
+            if 3 * len(members) > 2 * len(pool.groups):
                 pools.append(pool)
             elif members:
                 pools.append(_join([(pool, m) for m in members]))
-        self.pools = pools
-        self.version += 1
+        if any(a is not b for a, b in zip(pools, self.pools)) or len(pools) != len(self.pools):
+            self.pools = pools
+            self.version += 1
 
     def merge_pools(self) -> None:
         """When there are many pools, put all prompts into as few as their lengths allow."""
         if len(self.pools) <= _MAX_POOLS:
             return
-        entries = [(pool, i) for pool in self.pools for i in range(len(pool.groups))]
+        entries = [(pool, i) for pool in self.pools for i, g in enumerate(pool.groups) if g not in self._done]
         parts = similar_lengths([int(pool.lengths[i]) for pool, i in entries])
         if len(parts) < len(self.pools):
             self.pools = [_join([entries[m] for m in part]) for part in parts]
             self.version += 1
 
-    def set_rows(self, source: np.ndarray, groups: np.ndarray) -> None:
+    def set_rows(self, source: np.ndarray, groups: np.ndarray, capacity: int = 0) -> None:
         """Replace the rows: new row j continues old row source[j] (a row may be continued twice), or is empty (-1).
 
-        source [K] int64, groups [K] int64.
+        source [K] int64, groups [K] int64; `capacity` is a number of rows that may be needed later.
         """
         lengths = np.where(source >= 0, self.lengths[source] if len(self.lengths) else 0, 0)
         moved = np.flatnonzero((source >= 0) & (source != np.arange(len(source))))
         used = int(lengths[moved].max()) if len(moved) else 0
-        self._reserve(len(source), 0)
+        self._reserve(max(len(source), capacity), 0)
         if used:
             target = torch.from_numpy(moved).to(self.own[0].device)
             origin = torch.from_numpy(source[moved]).to(self.own[0].device)
@@ -105,13 +107,13 @@ class KVCache:
     def _reserve(self, rows: int, tokens: int) -> None:
         """Make room for so many rows and own tokens per row."""
         if not self.own:
-            sample = self.pools[0].kv
-            self.own = [k.new_empty(0, k.shape[1], 0, k.shape[3]) for k in sample]
+            self.own = [k.new_empty(0, k.shape[1], 0, k.shape[3]) for k in self.pools[0].kv]
         capacity, _, space, _ = self.own[0].shape
         if rows <= capacity and tokens <= space:
             return
         capacity = max(rows, capacity)
-        space = space if tokens <= space else max(tokens, min(2 * space, space + 256), _GROWTH)
+        if tokens > space:
+            space = max(tokens, min(tokens + max(tokens // 2, _GROWTH), self.longest))
         for i, old in enumerate(self.own):
             new = old.new_zeros(capacity, old.shape[1], space, old.shape[3])  # zeros: masked scores must stay finite
             new[: old.shape[0], :, : old.shape[2]] = old

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from fastrl.rollout.seeds import sample_seed, uniforms
+from fastrl.rollout.seeds import sample_seed, sample_seeds, uniforms
 
 MASK = (1 << 64) - 1
 GOLDEN, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -52,6 +52,7 @@ def test_sample_seeds_differ_in_every_part_and_fit_63_bits():
     seeds = [sample_seed(*address) for address in addresses]
     assert len(set(seeds)) == len(addresses)
     assert all(0 <= seed < 2**63 for seed in seeds)
+    assert sample_seeds(3, 1, 4, 5) == [sample_seed(3, 1, 4, i) for i in range(5)]
     assert sample_seed(3, 1, 4, 1) == by_hand_seed(3, 1, 4, 1)
 
 
