@@ -1,10 +1,11 @@
 """Make `fastrl/assets/tiny`: a character-level Llama of about a million parameters, seeded, on one CPU thread.
 
-    python scripts/make_tiny.py [--out fastrl/assets/tiny] [--steps 1000] [--seed 0]
+    python scripts/make_tiny.py [--out fastrl/assets/tiny] [--steps 600] [--seed 0]
 
-It is supervised on the training split of `task:arithmetic` with two kinds of answers: most give the bare result, the
-others work it out first. Training stops early, while both still fail often. What is left for reinforcement learning
-is to find out that working it out pays, and to get the sums right.
+It is supervised on the training split of `task:arithmetic` with two kinds of answers: some work the result out step by
+step, some state it at once. Worked answers are what it learns from most of the time; in the last part of training most
+answers are bare, so that in the end it usually blurts out a result, often a wrong one. Training stops while both kinds
+still fail. What is left for reinforcement learning is to find out that working it out pays, and to get the sums right.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ from fastrl.data.arithmetic import ArithmeticOptions, Problem, arithmetic_proble
 from fastrl.rewards.answers import last_number, same_answer
 
 SPECIAL = ["<pad>", "<bos>", "<eos>", "<unk>"]
+PAD, BOS, EOS = 0, 1, 2
 CHARACTERS = [chr(code) for code in range(32, 127)] + ["\n"]
 MAX_RESPONSE_TOKENS = 20
+BLOCK = 5  # batches drawn and sorted together
+LEARNING_WORKED_FRACTION = 0.9
 FIRST_INDEX = 1_000_000  # far from the problems that training runs see first
 
 
@@ -32,7 +36,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     vocabulary = {token: i for i, token in enumerate(SPECIAL + CHARACTERS)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<pad>",
@@ -71,22 +75,28 @@ def response_to(problem: Problem, generator: random.Random, worked_fraction: flo
     return str(problem.answer)
 
 
-def supervised_batch(tokenizer, options, generator, index: int, size: int, worked_fraction: float):
-    """Input ids and labels [size, W] of the problems from `index` on; only the responses are learnt."""
+def supervised_batches(tokenizer, options, generator, index: int, size: int, worked_fraction: float):
+    """BLOCK batches of input ids and labels [size, W] of the problems from `index` on; only the responses are learnt.
+
+    Rows of similar length share a batch: with stories and digits mixed, a third less padding.
+    """
     rows = []
-    for i in range(index, index + size):
+    for i in range(index, index + size * BLOCK):
         text, problem = arithmetic_problem(options, False, i)
-        prompt = tokenizer.encode(text)
-        answer = tokenizer.encode(response_to(problem, generator, worked_fraction), add_special_tokens=False)
-        rows.append((prompt, [*answer, tokenizer.eos_token_id]))
-    width = max(len(prompt) + len(answer) for prompt, answer in rows)
-    inputs = torch.full((size, width), tokenizer.pad_token_id)
-    labels = torch.full((size, width), -100)
-    for row, (prompt, answer) in enumerate(rows):
-        end = len(prompt) + len(answer)
-        inputs[row, :end] = torch.tensor(prompt + answer)
-        labels[row, len(prompt) : end] = torch.tensor(answer)
-    return inputs, labels
+        answer = response_to(problem, generator, worked_fraction)
+        rows.append((tokenizer.encode(text), [*tokenizer.encode(answer, add_special_tokens=False), EOS]))
+    rows.sort(key=lambda row: len(row[0]) + len(row[1]))
+    batches = [rows[start : start + size] for start in range(0, len(rows), size)]
+    generator.shuffle(batches)
+    for batch in batches:
+        width = max(len(prompt) + len(answer) for prompt, answer in batch)
+        inputs = torch.full((size, width), PAD)
+        labels = torch.full((size, width), -100)
+        for row, (prompt, answer) in enumerate(batch):
+            end = len(prompt) + len(answer)
+            inputs[row, :end] = torch.tensor(prompt + answer)
+            labels[row, len(prompt) : end] = torch.tensor(answer)
+        yield inputs, labels
 
 
 @torch.no_grad()
@@ -119,10 +129,11 @@ def accuracy(model, tokenizer, options, *, num_samples: int, temperature: float,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent.parent / "fastrl/assets/tiny")
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--worked-fraction", type=float, default=0.3)
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--worked-fraction", type=float, default=0.3, help="of the answers in the last part")
+    parser.add_argument("--last-part", type=float, default=0.15, help="fraction of the steps")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -134,19 +145,20 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr, betas=(0.9, 0.98), weight_decay=0.01)
     print(f"{sum(p.numel() for p in model.parameters())} parameters, {len(tokenizer)} tokens")
     model.train()
-    for step in range(arguments.steps):
-        rate = min(1.0, (step + 1) / 50) * (1 - 0.9 * step / arguments.steps)
-        optimizer.param_groups[0]["lr"] = arguments.lr * rate
-        index = FIRST_INDEX + step * arguments.batch
-        inputs, labels = supervised_batch(
-            tokenizer, options, generator, index, arguments.batch, arguments.worked_fraction
-        )
-        loss = model(input_ids=inputs, labels=labels).loss
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        if (step + 1) % 50 == 0:
+    for block in range(arguments.steps // BLOCK):
+        is_last_part = block * BLOCK >= (1 - arguments.last_part) * arguments.steps
+        worked = arguments.worked_fraction if is_last_part else LEARNING_WORKED_FRACTION
+        index = FIRST_INDEX + block * BLOCK * arguments.batch
+        batches = supervised_batches(tokenizer, options, generator, index, arguments.batch, worked)
+        for step, (inputs, labels) in enumerate(batches, start=block * BLOCK):
+            rate = min(1.0, (step + 1) / 50) * (1 - 0.9 * step / arguments.steps)
+            optimizer.param_groups[0]["lr"] = arguments.lr * rate
+            loss = model(input_ids=inputs, labels=labels).loss
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        if (block + 1) % 10 == 0:
             print(f"step {step + 1} loss {loss.item():.3f} cpu {time.thread_time():.0f} s", flush=True)
     model.eval()
     print("held out, greedy:", accuracy(model, tokenizer, options, num_samples=1, temperature=0.0))
