@@ -281,6 +281,9 @@ def launch_scan(
     length = row_length(rewards, cu_seqlens)
     config = launch.config("scan", rewards, total // rows)
     few_rows, chunk_tokens = config.pop("SPLIT_ROWS"), config["CHUNK_BLOCKS"] * config["ROWS"] * 16
+    if cu_seqlens is not None:
+        # how long the longest sequence is only the device knows: the grid covers `total` for each
+        few_rows //= 8
     data = (flat(rewards), None if values is None else flat(values), flat_mask(mask))
     offsets, lambdas, bootstrap = (None if x is None else x.contiguous() for x in (cu_seqlens, lambdas, bootstrap))
     flags = {

@@ -73,7 +73,8 @@ class Memory:
         out = np.empty((len(address), width), U8)
         for rows, data, offsets in self._places(address, width, "load"):
             out[rows] = data[offsets]
-        self.loads[width] += address.size * width
+        # one value for all threads is one access
+        self.loads[width] += width * (1 if (address == address[0]).all() else address.size)
         return out
 
     def write(self, address: np.ndarray, raw: np.ndarray) -> None:

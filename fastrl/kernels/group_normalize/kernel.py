@@ -1,8 +1,8 @@
 """Group-relative scores in Triton: every sample compares its id with all others, two passes, no atomics.
 
 Ids may be anything in any order, so nothing is sorted. A first launch writes the smallest and largest id of each block;
-the pass over all pairs of blocks skips those whose ranges do not meet, which leaves little where the samples of a group
-are neighbours (S^2 / 2 comparisons at worst).
+a program visits only blocks whose range meets its own, which leaves little where the samples of a group are neighbours
+(all S^2 pairs at worst).
 """
 
 from __future__ import annotations
@@ -43,9 +43,25 @@ def _samples(scores, group_id, valid, i, samples, HAS_VALID: tl.constexpr):
 
 
 @triton.jit
+def _meeting_blocks(ranges, blocks, low_id, high_id, TABLE: tl.constexpr):
+    """First and one-past-last block whose id range meets [low_id, high_id]."""
+    first = blocks
+    past = blocks * 0
+    for at in range(0, blocks, TABLE):
+        other = at + tl.arange(0, TABLE)
+        low = tl.load(ranges + 2 * other, mask=other < blocks, other=0)
+        high = tl.load(ranges + 2 * other + 1, mask=other < blocks, other=0)
+        meets = (low <= high_id) & (high >= low_id) & (other < blocks)
+        first = tl.minimum(first, tl.min(tl.where(meets, other, blocks), axis=0))
+        past = tl.maximum(past, tl.max(tl.where(meets, other + 1, 0), axis=0))
+    return first, past
+
+
+@triton.jit
 def group_normalize_kernel(
     scores, group_id, valid, ranges, out, samples, blocks, ddof, eps, relative_range,
-    HAS_VALID: tl.constexpr, SCALE_STD: tl.constexpr, LEAVE_ONE_OUT: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_VALID: tl.constexpr, SCALE_STD: tl.constexpr, LEAVE_ONE_OUT: tl.constexpr, TABLE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program BLOCK samples."""
     block = tl.program_id(0)
@@ -54,11 +70,12 @@ def group_normalize_kernel(
     counts, ids, score = _samples(scores, group_id, valid, mine, samples, HAS_VALID)
     low_id = tl.load(ranges + 2 * block)
     high_id = tl.load(ranges + 2 * block + 1)
+    first, past = _meeting_blocks(ranges, blocks, low_id, high_id, TABLE)
     n = tl.zeros([BLOCK], tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     low = tl.full([BLOCK], float("inf"), tl.float32)
     high = tl.full([BLOCK], float("-inf"), tl.float32)
-    for other in range(blocks):
+    for other in range(first, past):
         if (tl.load(ranges + 2 * other) <= high_id) & (tl.load(ranges + 2 * other + 1) >= low_id):
             theirs, their_ids, their_score = _samples(
                 scores, group_id, valid, other * BLOCK + lane, samples, HAS_VALID
@@ -78,7 +95,7 @@ def group_normalize_kernel(
         result = result * (n / tl.maximum(n - 1.0, 1.0))
     if SCALE_STD:
         squares = tl.zeros([BLOCK], tl.float32)
-        for other in range(blocks):
+        for other in range(first, past):
             if (tl.load(ranges + 2 * other) <= high_id) & (tl.load(ranges + 2 * other + 1) >= low_id):
                 theirs, their_ids, their_score = _samples(
                     scores, group_id, valid, other * BLOCK + lane, samples, HAS_VALID
