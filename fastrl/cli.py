@@ -132,7 +132,7 @@ def evaluate(
         runs += [] if folder is None else [folder]
     if len(runs) > 1:
         raise ConfigError(f"one run at a time: {', '.join(map(str, runs))}")
-    loaded = load_arguments(words)
+    loaded = load_arguments(words, show_warnings=not runs)
     from fastrl.run import run_evaluation
 
     run_evaluation(loaded, checkpoint=checkpoint or (str(runs[0]) if runs else None))

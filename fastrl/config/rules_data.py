@@ -15,6 +15,7 @@ from fastrl.errors import DataError
 
 FILE_KINDS = (".jsonl", ".parquet", ".csv")
 BUILTIN_MODELS = ("builtin:tiny",)
+TOKENIZER_FILES = {"tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model"}
 BUILTIN_REWARDS = ("exact", "math", "reasoning_gym", "regex")
 
 
@@ -107,12 +108,24 @@ def model_folders(subject: Subject) -> Iterator[Finding]:
         if name.startswith("builtin:"):
             if name not in BUILTIN_MODELS:
                 yield error(key, text=f"{key} = {name}: the built-in models are {', '.join(BUILTIN_MODELS)}")
+        elif Path(name).expanduser().is_dir():
+            yield from _folder_problem(key, name, subject)
         elif re.match(r"[./~]|\w:\\", name) or name.count("/") > 1:
             path = Path(name).expanduser()
-            if not path.is_dir():
-                siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-                near = [str(path.parent / match) for match in closest(path.name, siblings)]
-                yield error(key, text=f"{key} = {name}: no such folder" + did_you_mean(near))
+            siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+            near = [str(path.parent / match) for match in closest(path.name, siblings)]
+            yield error(key, text=f"{key} = {name}: no such folder" + did_you_mean(near))
+
+
+def _folder_problem(key: str, name: str, subject: Subject) -> Iterator[Finding]:
+    """A folder holds a model and, unless it is looked for elsewhere, a tokenizer."""
+    files = {entry.name for entry in Path(name).expanduser().iterdir()}
+    if key != "model.tokenizer_path" and "config.json" not in files:
+        yield error(key, text=f"{key} = {name}: no Hugging Face model folder, it has no config.json")
+    own = key == "model.tokenizer_path" or (key == "model.path" and subject.config.model.tokenizer_path is None)
+    if own and not files & TOKENIZER_FILES:
+        text = f"{key} = {name} has no tokenizer (none of {', '.join(sorted(TOKENIZER_FILES))})"
+        yield error(key, "model.tokenizer_path", text=f"{text}: set model.tokenizer_path to a folder that has one")
 
 
 def reward_functions(subject: Subject) -> Iterator[Finding]:

@@ -234,6 +234,22 @@ def test_the_same_file_for_training_and_validation(load, tmp_path):
     assert message == "c.yaml:2:15: data.train = b.jsonl: no such file; did you mean a.jsonl?"
 
 
+def test_model_folders_are_looked_into(load, tmp_path):
+    (tmp_path / "model").mkdir()
+    lines = problems(load, "", "model.path=model")
+    assert [line.split(" (")[0] for line in lines] == [
+        "command line: model.path = model: no Hugging Face model folder, it has no config.json",
+        "command line: model.path = model has no tokenizer",
+    ]
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (line,) = problems(load, "", "model.path=./model")
+    assert line.endswith(": set model.tokenizer_path to a folder that has one")
+    assert load("", "model.path=model", "model.tokenizer_path=some/hub-name").warnings == ()
+    assert load("", "critic.path=model").warnings == ()
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    assert load("", "model.path=model").warnings == ()
+
+
 def test_a_reward_module_that_fails_says_why(load, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "rewards_that_raise.py").write_text("raise KeyError('token')\n")
