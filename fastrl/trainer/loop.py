@@ -84,8 +84,9 @@ class Trainer:
         run, total = self.config.run, self.parts.total_steps
         if run.validate_before_training and self.step_number == 0:
             values, held_out = self.validate()
-            self.keep_samples(None, held_out)
-            self.reporter.log(0, values)
+            if values:
+                self.keep_samples(None, held_out)
+                self.reporter.log(0, values)
         while self.step_number < total:
             batch, values = self.step()
             last, held_out = self.step_number == total, []
