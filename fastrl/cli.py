@@ -269,6 +269,8 @@ def run(arguments: Sequence[str]) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the console script."""
+    # Idle OpenMP threads sleep instead of spinning: beside anything else busy, spinning makes a step many times slower.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     here = os.getcwd()
     if "" not in sys.path and here not in sys.path:
         sys.path.insert(0, here)  # `python:module:function` rewards are found beside the configuration

@@ -76,6 +76,19 @@ def test_help_is_quick_and_imports_no_torch():
     assert "transformers" not in loaded
 
 
+def test_idle_threads_sleep_before_torch_is_loaded():
+    code = (
+        "import os, sys; from fastrl import cli; cli.run = lambda words: print('torch' in sys.modules, "
+        "os.environ['OMP_WAIT_POLICY']) or 0; cli.main([])"
+    )
+    for given, expected in (({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")):
+        environment = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"} | given
+        shown = subprocess.run(
+            [sys.executable, "-c", code], cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True
+        )
+        assert shown.stdout == f"False {expected}\n"
+
+
 def test_version():
     assert command("--version").stdout == f"fastrl {__version__}\n"
 
