@@ -1,14 +1,17 @@
-"""Micro-batches of unique tokens: each prompt once, then its responses.
+"""Micro-batches of unique tokens: what several sequences have in common from their start is computed once.
 
-A micro-batch of one group, prompt [a b c], responses [x y] and [z], reads
+A hidden row depends on the tokens up to its own and on nothing else, so the rows of a micro-batch are the nodes of the
+prefix tree of its sequences: a prompt once per group, a system prompt once for all groups, responses that begin alike
+once as far as they agree. One group, prompt [a b c], responses [x y w] and [x z], reads
 
-    input_ids    a b c x          the last token of a response is no input: nothing is predicted from it
-    position_ids 0 1 2 3
-    segments     (0 3 | none) (3 4 | 0 3)
-    head_index   2 3 | 2          the rows that predict x, y | z
-    labels       x y | z
+    input_ids    a b c x y        the last token of a response is no input: nothing is predicted from it
+    position_ids 0 1 2 3 4
+    segments     [0 5)            the second response adds no row
+    head_index   2 3 4 | 2 3      the rows that predict x, y, w | x, z
+    labels       x y w | x z
 
-so U = P + sum(R_i - 1) rows go through the trunk and N = sum(R_i) rows through the head.
+so at most U = P + sum(R_i - 1) rows go through the trunk and N = sum(R_i) rows through the head. The gradient is the
+same to rounding: a shared row's is the sum of its readers'.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,12 +29,14 @@ from fastrl.errors import DataError
 
 
 class Segment(NamedTuple):
-    """Rows [start, end) that read all keys of rows [prefix_start, prefix_end) and, causally, their own."""
+    """Rows [start, end) that read, causally, their own keys and before them all keys of the rows in `prefix`.
+
+    `prefix` are ranges of earlier rows in the order of their positions, from position 0 on without gaps.
+    """
 
     start: int
     end: int
-    prefix_start: int = 0
-    prefix_end: int = 0
+    prefix: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -38,12 +44,12 @@ class MicroBatch:
     """What one forward pass computes. U input rows, N response tokens, K sequences, B bootstrap rows."""
 
     input_ids: Tensor  # [U] int64
-    position_ids: Tensor  # [U] int64, restarts at each prompt; a response continues at its prompt's length
+    position_ids: Tensor  # [U] int64, of the token in its sequence; a response continues at its prompt's length
     segments: tuple[Segment, ...]  # cover the U rows in order; no empty ones
     head_index: Tensor  # [N] int64, the row that predicts each response token
     labels: Tensor  # [N] int64, the response tokens
     token_index: Tensor  # [N] int64, where each of them lies in the batch's [T]
-    sequences: Tensor  # [K] int64, the sequences of the batch that are in here, in the order of their tokens
+    sequences: Tensor  # [K] int64, the sequences of the batch that are in here; tokens stand in this order
     bootstrap_index: Tensor  # [B] int64, the row after the last token of each sequence below
     bootstrap_sequence: Tensor  # [B] int64, sequences of the batch
 
@@ -64,15 +70,6 @@ class MicroBatch:
         return replace(self, **moved)
 
 
-@dataclass
-class _Piece:
-    """Sequences of one group that share one copy of the prompt."""
-
-    group: int
-    sequences: list[int]
-    num_rows: int
-
-
 def pack(
     batch: RolloutBatch,
     sequences: Tensor | Sequence[int] | None = None,
@@ -90,7 +87,7 @@ def pack(
         batch: the rollout; every prompt has at least one token.
         sequences: [K] indices into the batch, None takes all.
         max_tokens: budget of input rows U per micro-batch.
-        share_prompts: compute each prompt once per group; False repeats it for each sequence.
+        share_prompts: compute what sequences have in common from their start once; False repeats it for each.
         extra_row: ask for the row after the last token: of every given sequence (True) or of those marked in a
             bool tensor [S]. Their last token becomes an input, and `bootstrap_index` points at its row.
 
@@ -104,18 +101,16 @@ def pack(
         raise ValueError(f"max_tokens = {max_tokens}: at least 1 row is needed")
     chosen = torch.arange(batch.num_sequences) if sequences is None else torch.as_tensor(sequences, dtype=torch.int64)
     table = _Table(batch, extra_row)
-    pieces = _pieces(table, chosen.tolist(), max_tokens, share_prompts)
     device = batch.response_ids.device
-    return [
-        _micro_batch(batch, table, pieces_of_bin, share_prompts).to(device)
-        for pieces_of_bin in _bins(pieces, max_tokens)
-    ]
+    bins = _bins(_pieces(table, chosen.tolist(), max_tokens, share_prompts), table, max_tokens, share_prompts)
+    return [_micro_batch(table, members, share_prompts).to(device) for members in bins]
 
 
 class _Table:
-    """The batch's borders as Python integers, read from the device once."""
+    """The batch as NumPy arrays, read from the device once."""
 
     def __init__(self, batch: RolloutBatch, extra_row: bool | Tensor) -> None:
+        self.prompt_ids, self.response_ids = batch.prompt_ids.cpu().numpy(), batch.response_ids.cpu().numpy()
         self.prompt_start: list[int] = batch.prompt_cu_seqlens.tolist()
         self.start: list[int] = batch.cu_seqlens.tolist()
         self.group: list[int] = batch.group_index.tolist()
@@ -124,115 +119,139 @@ class _Table:
         if len(self.extra) != count:
             raise ValueError(f"extra_row has {len(self.extra)} entries for {count} sequences")
 
-    def prompt_length(self, group: int) -> int:
-        return self.prompt_start[group + 1] - self.prompt_start[group]
+    def prompt(self, group: int) -> np.ndarray:
+        return self.prompt_ids[self.prompt_start[group] : self.prompt_start[group + 1]]
 
     def length(self, sequence: int) -> int:
         return self.start[sequence + 1] - self.start[sequence]
 
-    def num_inputs(self, sequence: int) -> int:
-        """Response tokens that are inputs: all but the last, or all where a row after the last is asked for."""
-        return self.length(sequence) if self.extra[sequence] else max(self.length(sequence) - 1, 0)
+    def inputs(self, sequence: int) -> np.ndarray:
+        """Prompt and response but for the last token, or with it where a row after the last is asked for."""
+        end = self.start[sequence + 1] - (0 if self.extra[sequence] or not self.length(sequence) else 1)
+        return np.concatenate([self.prompt(self.group[sequence]), self.response_ids[self.start[sequence] : end]])
 
 
-def _pieces(table: _Table, sequences: list[int], max_tokens: int, share_prompts: bool) -> list[_Piece]:
+@dataclass
+class _Piece:
+    """Sequences of one group, in the order of their tokens."""
+
+    group: int
+    sequences: list[int]
+    num_rows: int
+
+
+def _in_order(table: _Table, sequences: list[int]) -> list[tuple[int, np.ndarray]]:
+    """(sequence, its inputs), sorted by their tokens, ties by sequence: what agrees at the start stands together."""
+    found = [(s, table.inputs(s)) for s in sequences]
+    return sorted(found, key=lambda item: (item[1].astype(">i8").tobytes(), item[0]))
+
+
+def _common_length(a: np.ndarray, b: np.ndarray) -> int:
+    """Number of tokens that a and b have in common from the start."""
+    size = min(len(a), len(b))
+    different = np.flatnonzero(a[:size] != b[:size])
+    return int(different[0]) if different.size else size
+
+
+def _pieces(table: _Table, sequences: list[int], max_tokens: int, share: bool) -> list[_Piece]:
+    """Groups, cut where the rows of one pass the budget."""
     members: dict[int, list[int]] = {}
     for s in sequences:
         if table.length(s) or table.extra[s]:
             members.setdefault(table.group[s], []).append(s)
     pieces: list[_Piece] = []
     for group, group_sequences in members.items():
-        prompt = table.prompt_length(group)
-        if prompt == 0:
-            raise DataError(
-                f"prompt {group} of the batch has no tokens: its first response token has no row to come from"
-            )
+        if not len(table.prompt(group)):
+            raise DataError(f"prompt {group} of the batch has no tokens: its response has no row to begin from")
         current: _Piece | None = None
-        for s in group_sequences:
-            rows = table.num_inputs(s)
-            if current is None or not share_prompts or current.num_rows + rows > max_tokens:
-                current = _Piece(group, [], prompt)
+        before = np.zeros(0, np.int64)
+        for s, inputs in _in_order(table, group_sequences):
+            new = len(inputs) - _common_length(before, inputs)
+            if current is None or not share or current.num_rows + new > max_tokens:
+                current, new = _Piece(group, [], 0), len(inputs)
                 pieces.append(current)
             current.sequences.append(s)
-            current.num_rows += rows
+            current.num_rows += new
+            before = inputs
     return pieces
 
 
-def _bins(pieces: list[_Piece], max_tokens: int) -> list[list[_Piece]]:
-    """First fit, largest piece first (ties in order): few micro-batches, the same ones every time."""
+def _bins(pieces: list[_Piece], table: _Table, max_tokens: int, share: bool) -> list[list[int]]:
+    """Sequences per micro-batch: first fit, largest piece first (ties in order), the same every time."""
     bins: list[list[_Piece]] = []
     room: list[int] = []
     for piece in sorted(pieces, key=lambda p: -p.num_rows):
+        prompt = table.prompt(piece.group)
         for i, free in enumerate(room):
-            if piece.num_rows <= free:
+            if piece.num_rows - (len(prompt) if share else 0) > free:
+                continue
+            shared = max((_common_length(table.prompt(p.group), prompt) for p in bins[i]), default=0) if share else 0
+            if piece.num_rows - shared <= free:
                 bins[i].append(piece)
-                room[i] -= piece.num_rows
+                room[i] -= piece.num_rows - shared
                 break
         else:
             bins.append([piece])
             room.append(max_tokens - piece.num_rows)
-    return bins
+    return [[s for piece in members for s in piece.sequences] for members in bins]
 
 
-def _micro_batch(batch: RolloutBatch, table: _Table, pieces: list[_Piece], share_prompts: bool) -> MicroBatch:
-    num_prompt_ids = table.prompt_start[-1]
-    source = _Runs()  # into [prompt_ids; response_ids]
-    position, head, token = _Runs(), _Runs(), _Runs()
-    segments: list[Segment] = []
-    bootstrap: list[tuple[int, int]] = []
-    row = 0
-    for piece in pieces:
-        prompt = table.prompt_length(piece.group)
-        source.add(table.prompt_start[piece.group], prompt)
-        position.add(0, prompt)
-        prefix, row = row, row + prompt
-        if share_prompts:
-            segments.append(Segment(prefix, row))
-        for s in piece.sequences:
-            rows, length = table.num_inputs(s), table.length(s)
-            source.add(num_prompt_ids + table.start[s], rows)
-            position.add(prompt, rows)
-            if not share_prompts:
-                segments.append(Segment(prefix, row + rows))
-            elif rows:
-                segments.append(Segment(row, row + rows, prefix, prefix + prompt))
-            if length:
-                head.add(prefix + prompt - 1, 1)
-                head.add(row, length - 1)
-                token.add(table.start[s], length)
-            if table.extra[s]:
-                bootstrap.append((row + rows - 1 if length else prefix + prompt - 1, s))
-            row += rows
-    token_index = token.indices()
-    response_ids = batch.response_ids.cpu()
+def _micro_batch(table: _Table, sequences: list[int], share: bool) -> MicroBatch:
+    tree = _PrefixTree(share)
+    head, tokens, order, bootstrap = [], [], [], []
+    for s, inputs in _in_order(table, sequences):
+        rows = tree.add(inputs)
+        prompt, length = len(table.prompt(table.group[s])), table.length(s)
+        head.append(rows[prompt - 1 : prompt - 1 + length])
+        tokens.append(np.arange(table.start[s], table.start[s] + length))
+        order.append(s)
+        if table.extra[s]:
+            bootstrap.append((int(rows[-1]), s))
+    token_index = np.concatenate(tokens)
     return MicroBatch(
-        input_ids=torch.cat([batch.prompt_ids.cpu(), response_ids])[source.indices()],
-        position_ids=position.indices(),
-        segments=tuple(segments),
-        head_index=head.indices(),
-        labels=response_ids[token_index],
-        token_index=token_index,
-        sequences=torch.tensor([s for piece in pieces for s in piece.sequences], dtype=torch.int64),
-        bootstrap_index=torch.tensor([r for r, _ in bootstrap], dtype=torch.int64),
+        input_ids=torch.from_numpy(np.concatenate(tree.input_ids)),
+        position_ids=torch.from_numpy(np.concatenate(tree.position_ids)),
+        segments=tuple(tree.segments),
+        head_index=torch.from_numpy(np.concatenate(head)),
+        labels=torch.from_numpy(table.response_ids[token_index]),
+        token_index=torch.from_numpy(token_index),
+        sequences=torch.tensor(order, dtype=torch.int64),
+        bootstrap_index=torch.tensor([row for row, _ in bootstrap], dtype=torch.int64),
         bootstrap_sequence=torch.tensor([s for _, s in bootstrap], dtype=torch.int64),
     )
 
 
-class _Runs:
-    """Runs of consecutive integers, expanded in one go."""
+class _PrefixTree:
+    """Rows of sequences that come sorted: each adds what it does not share with the one before it."""
 
-    def __init__(self) -> None:
-        self.starts: list[int] = []
-        self.lengths: list[int] = []
+    def __init__(self, share: bool) -> None:
+        self.share = share
+        self.num_rows = 0
+        self.segments: list[Segment] = []
+        self.input_ids: list[np.ndarray] = []
+        self.position_ids: list[np.ndarray] = []
+        self._last = np.zeros(0, np.int64)
+        self._path: list[tuple[int, int]] = []  # ranges of rows of the last sequence, in order
 
-    def add(self, start: int, length: int) -> None:
-        self.starts.append(start)
-        self.lengths.append(length)
-
-    def indices(self) -> Tensor:
-        lengths = torch.tensor(self.lengths, dtype=torch.int64)
-        offsets = torch.tensor(self.starts, dtype=torch.int64) - (lengths.cumsum(0) - lengths)
-        return torch.repeat_interleave(offsets, lengths) + torch.arange(sum(self.lengths))
+    def add(self, inputs: np.ndarray) -> np.ndarray:
+        """The row of each token [len(inputs)]."""
+        shared = _common_length(self._last, inputs) if self.share else 0
+        path, left = [], shared
+        for start, end in self._path:
+            if left:
+                path.append((start, min(end, start + left)))
+                left -= path[-1][1] - start
+        if new := len(inputs) - shared:
+            first = self.num_rows
+            self.num_rows += new
+            self.segments.append(Segment(first, self.num_rows, tuple(path)))
+            self.input_ids.append(inputs[shared:])
+            self.position_ids.append(np.arange(shared, len(inputs)))
+            if path and path[-1][1] == first:
+                first = path.pop()[0]  # ranges stay as long as they can be
+            path.append((first, self.num_rows))
+        self._last, self._path = inputs, path
+        return np.concatenate([np.arange(start, end) for start, end in path])
 
 
 def plan_optimizer_batches(

@@ -1,8 +1,8 @@
 """Exact attention in plain matrix products over tiles of a packed stream, with its own backward.
 
-A tile is a run of query rows and the keys they read: a prompt's rows and the prompt; a few short responses of one
-group, their common prompt and themselves under a block-causal mask; or a slice of a long segment and all before it.
-Scores of one tile exist at a time and are made again in the backward pass:
+A tile is a run of query rows that read the same earlier rows (a prompt, say) and, under a mask, each other: several
+short branches of the prefix tree, or a slice of a long one. Scores of one tile exist at a time and are made again in
+the backward pass:
 
     P = softmax(cap(scaling Q K^T) + mask),   O = P V
     dV = P^T dO,  dS = P * (dO V^T - rowsum(P * dO V^T)),  dQ = scaling dS K,  dK = scaling dS^T Q
@@ -14,27 +14,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-Segment = tuple[int, int, int, int]  # rows [start, end), after the keys of rows [prefix_start, prefix_end)
+Range = tuple[int, int]  # rows [first, end)
+Segment = tuple[int, int, tuple[Range, ...]]  # rows [start, end), after the keys of the rows in its prefix
 
-SHORT_ROWS = 64  # responses of one prompt share a tile up to so many rows: fewer, larger products (measured on the CPU)
+SHORT_ROWS = 64  # branches share a tile up to so many rows: fewer, larger products (measured on the CPU)
 LONG_ROWS = 256  # a longer segment is cut: bounds the scores in memory and the products above the diagonal
+
+
+class Branch(NamedTuple):
+    """A segment, or a slice of one, inside a tile. Rows are relative to the tile's first."""
+
+    start: int
+    end: int
+    inner: tuple[Range, ...]  # rows of the tile that come before it in its sequences
+    position: int  # of its first token
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Query rows [start, stop) read the keys of rows [prefix_start, prefix_end) and [own_start, stop), masked."""
+    """Query rows [start, stop) read all keys of the rows in `prefix` and those of each other that the mask allows."""
 
     start: int
     stop: int
-    own_start: int
-    prefix_start: int
-    prefix_end: int
-    borders: tuple[int, ...]  # first rows of the segments in the tile, relative to own_start
+    prefix: tuple[Range, ...]
+    branches: tuple[Branch, ...]
 
     @property
     def num_rows(self) -> int:
@@ -42,53 +50,53 @@ class Tile:
 
     @property
     def num_prefix(self) -> int:
-        return self.prefix_end - self.prefix_start
+        return _size(self.prefix)
 
     @property
     def num_keys(self) -> int:
-        return self.num_prefix + self.stop - self.own_start
+        return self.num_prefix + self.num_rows
+
+
+def _size(ranges: Sequence[Range]) -> int:
+    return sum(end - first for first, end in ranges)
 
 
 def cut(segments: Sequence[Segment], *, short_rows: int = SHORT_ROWS, long_rows: int = LONG_ROWS) -> list[Tile]:
     """Tiles that cover all rows of the segments, in order."""
     tiles: list[Tile] = []
-    for start, end, prefix_start, prefix_end in segments:
-        last = tiles[-1] if tiles else None
-        joins = last is not None and last.stop == start and end - last.start <= short_rows and prefix_end > prefix_start
-        if last is not None and joins and (last.prefix_start, last.prefix_end) == (prefix_start, prefix_end):
-            borders = (*last.borders, start - last.own_start)
-            tiles[-1] = Tile(last.start, end, last.own_start, prefix_start, prefix_end, borders)
-            continue
+    for start, end, prefix in segments:
+        position = _size(prefix)
+        if tiles and tiles[-1].stop == start and end - tiles[-1].start <= short_rows:
+            tile = tiles[-1]
+            outer = tuple((a, min(b, tile.start)) for a, b in prefix if a < tile.start)
+            if outer == tile.prefix:
+                inner = tuple((max(a, tile.start) - tile.start, b - tile.start) for a, b in prefix if b > tile.start)
+                branch = Branch(start - tile.start, end - tile.start, inner, position)
+                tiles[-1] = Tile(tile.start, end, tile.prefix, (*tile.branches, branch))
+                continue
         for row in range(start, end, long_rows):
-            tiles.append(Tile(row, min(row + long_rows, end), start, prefix_start, prefix_end, (0,)))
+            before = (*prefix, (start, row)) if row > start else prefix
+            stop = min(row + long_rows, end)
+            tiles.append(Tile(row, stop, before, (Branch(0, stop - row, (), position + row - start),)))
     return tiles
 
 
-def diagonal_mask(tile: Tile, device: torch.device) -> Tensor:
-    """True [rows, rows] where a row of the tile must not read one of the tile's own rows."""
-    segment, row = _own_rows(tile, device)
-    segment, row = segment[tile.start - tile.own_start :], row[tile.start - tile.own_start :]
-    return (segment[:, None] != segment) | (row[:, None] < row)
+def own_mask(tile: Tile) -> Tensor:
+    """True [rows, rows] where a row of the tile must not read another one of it."""
+    hidden = torch.ones(tile.num_rows, tile.num_rows, dtype=torch.bool)
+    for start, end, inner, _ in tile.branches:
+        for a, b in inner:
+            hidden[start:end, a:b] = False
+        hidden[start:end, start:end].triu_(1)
+    return hidden
 
 
-def window_mask(tile: Tile, window: int, device: torch.device) -> Tensor:
-    """True [rows, keys] where a row must not read a key: other segment, later, or `window` or more positions before."""
-    segment, row = _own_rows(tile, device)
-    first = torch.tensor(tile.borders, device=device)[segment]
-    position = row - first + tile.num_prefix  # of the own rows, in their own sequence
-    prefix = torch.arange(tile.num_prefix, device=device)
-    key_position = torch.cat([prefix, position])
-    key_segment = torch.cat([torch.full_like(prefix, -1), segment])
-    queries = slice(tile.start - tile.own_start, None)
-    distance = position[queries][:, None] - key_position
-    same = (key_segment == -1) | (segment[queries][:, None] == key_segment)
-    return ~same | (distance < 0) | (distance >= window)
-
-
-def _own_rows(tile: Tile, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Segment number and row number, relative to own_start, of the rows [own_start, stop)."""
-    row = torch.arange(tile.stop - tile.own_start, device=device)
-    return torch.bucketize(row, torch.tensor(tile.borders, device=device), right=True) - 1, row
+def window_mask(tile: Tile, window: int) -> Tensor:
+    """True [rows, keys]: `own_mask`, and keys `window` or more positions before the query."""
+    position = torch.cat([torch.arange(b.position, b.position + b.end - b.start) for b in tile.branches])
+    key_position = torch.cat([torch.arange(tile.num_prefix), position])
+    hidden = torch.nn.functional.pad(own_mask(tile), (tile.num_prefix, 0))
+    return hidden | (position[:, None] - key_position >= window)
 
 
 class TilePlan:
@@ -98,11 +106,10 @@ class TilePlan:
         self.device = device
         self.tiles = cut(segments)
         self._masks: dict[tuple[int | None, torch.dtype], list[Tensor]] = {}
-        rows = torch.arange(max((t.stop for t in self.tiles), default=0))
-        parts = [rows[r] for t in self.tiles for r in (slice(t.prefix_start, t.prefix_end), slice(t.own_start, t.stop))]
-        self.key_index = (torch.cat(parts) if parts else rows).to(
-            device
-        )  # rows whose keys the tiles read, one after another
+        ranges = [r for t in self.tiles for r in (*t.prefix, (t.start, t.stop))]
+        parts = [torch.arange(first, end) for first, end in ranges]
+        # rows whose keys the tiles read, one tile after another
+        self.key_index = (torch.cat(parts) if parts else torch.arange(0)).to(device)
         self.key_start = [0]
         for t in self.tiles:
             self.key_start.append(self.key_start[-1] + t.num_keys)
@@ -116,11 +123,11 @@ class TilePlan:
             made: dict[Any, Tensor] = {}
             found = []
             for t in self.tiles:
-                shape = (t.num_rows, t.stop - t.own_start, t.borders, None if window is None else t.num_prefix)
+                shape = (t.branches, None if window is None else t.num_prefix)
                 if shape not in made:
-                    hidden = diagonal_mask(t, self.device) if window is None else window_mask(t, window, self.device)
-                    zeros = torch.zeros(hidden.shape, dtype=dtype, device=self.device)
-                    made[shape] = zeros.masked_fill_(hidden, float("-inf"))[:, None]
+                    hidden = own_mask(t) if window is None else window_mask(t, window)
+                    bias = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+                    made[shape] = bias[:, None].to(self.device)
                 found.append(made[shape])
             self._masks[key] = found
         return self._masks[key]
@@ -255,9 +262,10 @@ def _gradients(
         grad_query[tile.start : tile.stop] = torch.bmm(grad_scores, k).unflatten(1, (-1, repeats)).transpose(0, 1)
         tile_grad_key = torch.bmm(grad_scores.transpose(1, 2), q)
         for total, part in ((grad_key, tile_grad_key), (grad_value, tile_grad_value)):
-            total[:, tile.own_start : tile.stop] += part[:, tile.num_prefix :]
-            if tile.num_prefix:
-                total[:, tile.prefix_start : tile.prefix_end] += part[:, : tile.num_prefix]
+            place = 0
+            for first, end in (*tile.prefix, (tile.start, tile.stop)):
+                total[:, first:end] += part[:, place : place + end - first]
+                place += end - first
     grad_query *= settings.scaling
     shaped = grad_query.view(num_rows, -1, query.shape[3]).transpose(0, 1)[None]
     return shaped, grad_key[None], grad_value[None], None if grad_sinks is None else grad_sinks.flatten()

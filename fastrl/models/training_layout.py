@@ -1,4 +1,4 @@
-"""The layout of a training micro-batch: a prompt reads itself, a response reads its prompt and itself.
+"""The layout of a training micro-batch: every row reads itself and the rows before it in its sequence.
 
 Four ways to compute it, the same to rounding: flash-attn's varlen kernel, torch's own varlen kernel (both half
 precision on a GPU), SDPA per segment, and tiles of plain matrix products (any device and type, score caps and sinks).
@@ -54,7 +54,7 @@ class TrainingLayout:
     """Segments of a micro-batch as a fastrl layout. The plans it makes are kept for all layers and passes.
 
     Args:
-        segments: (start, end, prefix_start, prefix_end) rows; they cover the stream in order.
+        segments: (start, end, prefix ranges) rows; they cover the stream in order.
         device: of the tensors it will see.
         attention: auto or a key of NAMES; a call it cannot serve (score cap, sinks, large heads) runs tiled.
     """
@@ -114,12 +114,12 @@ class TrainingLayout:
 
     def _per_segment(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
         outputs = []
-        for start, end, prefix_start, prefix_end in self.segments:
-            prefix = prefix_end - prefix_start
+        for start, end, before in self.segments:
+            prefix = sum(b - a for a, b in before)
             k, v = key[:, :, start:end], value[:, :, start:end]
-            if prefix:
-                k = torch.cat([key[:, :, prefix_start:prefix_end], k], dim=2)
-                v = torch.cat([value[:, :, prefix_start:prefix_end], v], dim=2)
+            if before:
+                k = torch.cat([*(key[:, :, a:b] for a, b in before), k], dim=2)
+                v = torch.cat([*(value[:, :, a:b] for a, b in before), v], dim=2)
             mask = self._mask(end - start, prefix, window)
             outputs.append(
                 scaled_dot_product_attention(

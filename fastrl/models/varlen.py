@@ -1,7 +1,7 @@
 """Training attention by variable-length kernels: one call for all segments, `cu_seqlens_q` apart from `cu_seqlens_k`.
 
-A response's keys are its prompt's and its own, gathered next to each other, under the bottom-right causal mask. The
-gather's backward sums the prompt's gradients over its responses in a fixed order, without atomics.
+The keys of a segment, those of its prefix and its own, are gathered next to each other, under the bottom-right causal
+mask. The gather's backward sums a row's copies in a fixed order, without atomics.
 """
 
 from __future__ import annotations
@@ -24,28 +24,17 @@ class VarlenPlan:
     """Borders and gather indices of a micro-batch, made once. U rows, K gathered keys."""
 
     def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
-        num_rows = max((s[1] for s in segments), default=0)
-        rows = torch.arange(num_rows)
-        key_rows: list[Tensor] = []
-        readers: dict[tuple[int, int], list[int]] = {}  # prefix -> first gathered key of each segment that reads it
-        lengths_q, lengths_k, own = [], [], []
-        position = 0
-        for start, end, prefix_start, prefix_end in segments:
-            prefix = prefix_end - prefix_start
-            key_rows += [rows[prefix_start:prefix_end], rows[start:end]]
-            if prefix:
-                readers.setdefault((prefix_start, prefix_end), []).append(position)
-            own.append(torch.arange(position + prefix, position + prefix + end - start))
-            lengths_q.append(end - start)
-            lengths_k.append(prefix + end - start)
-            position += lengths_k[-1]
-        self.num_rows, self.num_keys = num_rows, position
+        ranges = [r for start, end, prefix in segments for r in (*prefix, (start, end))]
+        parts = [torch.arange(first, end) for first, end in ranges]
+        key_rows = torch.cat(parts) if parts else torch.arange(0)
+        lengths_q = [end - start for start, end, _ in segments]
+        lengths_k = [sum(b - a for a, b in prefix) + end - start for start, end, prefix in segments]
         self.max_q, self.max_k = max(lengths_q, default=0), max(lengths_k, default=0)
         self.cu_seqlens_q = _borders(lengths_q, device)  # [S'+1] int32
         self.cu_seqlens_k = _borders(lengths_k, device)  # [S'+1] int32
-        self.key_rows = (torch.cat(key_rows) if key_rows else rows).to(device)  # [K] the row each gathered key is of
-        self.own_keys = (torch.cat(own) if own else rows).to(device)  # [U] where a row's own key lies among the K
-        self.prefix_rows, self.prefix_keys = (t.to(device) for t in _prefix_table(readers, position))
+        self.key_rows = key_rows.to(device)  # [K] the row each gathered key is of
+        self.copies = torch.argsort(key_rows, stable=True).to(device)  # [K] gathered keys, row after row
+        self.num_copies = torch.bincount(key_rows, minlength=sum(lengths_q)).to(device)  # [U], at least 1
 
     def gather(self, rows: Tensor) -> Tensor:
         """rows [U, ...] -> [K, ...], differentiable."""
@@ -54,18 +43,6 @@ class VarlenPlan:
 
 def _borders(lengths: list[int], device: torch.device) -> Tensor:
     return torch.nn.functional.pad(torch.tensor(lengths, dtype=torch.int64).cumsum(0), (1, 0)).to(device, torch.int32)
-
-
-def _prefix_table(readers: dict[tuple[int, int], list[int]], sentinel: int) -> tuple[Tensor, Tensor]:
-    """(prefix rows [P], the gathered keys [P, readers] that are copies of each, filled up with `sentinel`)."""
-    width = max((len(starts) for starts in readers.values()), default=0)
-    rows, keys = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, width, dtype=torch.int64)]
-    for (start, end), starts in readers.items():
-        table = torch.full((end - start, width), sentinel)
-        table[:, : len(starts)] = torch.arange(end - start)[:, None] + torch.tensor(starts)
-        rows.append(torch.arange(start, end))
-        keys.append(table)
-    return torch.cat(rows), torch.cat(keys)
 
 
 class _Gather(torch.autograd.Function):
@@ -78,13 +55,10 @@ class _Gather(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         plan, grad = ctx.plan, grads[0]
-        total = grad.index_select(0, plan.own_keys)
-        if plan.prefix_rows.numel():
-            padded = torch.cat([grad, grad.new_zeros(1, *grad.shape[1:])])
-            copies = padded[plan.prefix_keys]  # [P, readers, ...]
-            sums = copies.sum(1, dtype=torch.promote_types(grad.dtype, torch.float32))
-            total[plan.prefix_rows] = (total[plan.prefix_rows] + sums).to(grad.dtype)
-        return total, None
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        sorted_copies = grad.index_select(0, plan.copies).flatten(1).to(wide)
+        sums = torch.segment_reduce(sorted_copies, "sum", lengths=plan.num_copies, axis=0, unsafe=True)
+        return sums.view(-1, *grad.shape[1:]).to(grad.dtype), None
 
 
 def varlen_attention(

@@ -84,7 +84,7 @@ def verify(model: PreTrainedModel, path: str) -> None:
     generator = torch.Generator().manual_seed(0)
     vocabulary = model.config.get_text_config().vocab_size
     ids = torch.randint(0, vocabulary, (12,), generator=generator).to(device)
-    segments: list[Segment] = [(0, 5, 0, 0), (5, 9, 0, 5), (9, 12, 0, 5)]
+    segments: list[Segment] = [(0, 5, ()), (5, 9, ((0, 5),)), (9, 12, ((0, 5),))]
     positions = torch.tensor([*range(5), *range(5, 9), *range(5, 8)], device=device)
     recorder = _Recorder(TrainingLayout(segments, device))
     with keep_double(model):

@@ -77,12 +77,17 @@ def tiny_model(name: str, *, dtype: torch.dtype = torch.float64, seed: int = 0) 
     return model.eval()
 
 
-def ragged_batch(prompt_lengths: list[int], response_lengths: list[list[int]], *, seed: int = 0) -> RolloutBatch:
-    """A batch of random tokens: one prompt per group, `response_lengths[g]` the lengths of its responses."""
+def ragged_batch(
+    prompt_lengths: list[int], response_lengths: list[list[int]], *, seed: int = 0, num_distinct: int = VOCABULARY - 3
+) -> RolloutBatch:
+    """A batch of random tokens: one prompt per group, `response_lengths[g]` the lengths of its responses.
+
+    With few distinct tokens many prompts and responses begin alike, some are equal.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def tokens(count: int) -> torch.Tensor:
-        return torch.randint(3, VOCABULARY, (count,), generator=generator)
+        return torch.randint(3, 3 + num_distinct, (count,), generator=generator)
 
     lengths = torch.tensor([n for group in response_lengths for n in group], dtype=torch.int64)
     group_index = torch.repeat_interleave(
