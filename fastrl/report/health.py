@@ -41,7 +41,8 @@ def _equal_rewards(v: Values, past: History, start: Values) -> str | None:
 
 def _zero_variance(v: Values, past: History, start: Values) -> str | None:
     fraction = v.get("reward/zero_variance_fraction", 0.0)
-    if fraction <= 0.3 or _equal_rewards(v, past, start):
+    has_critic = "value/loss" in v  # advantages then come from values, not from the group
+    if fraction <= 0.3 or has_critic or _equal_rewards(v, past, start):
         return None
     low, high, mean = v.get("reward/min", 0.0), v.get("reward/max", 1.0), v.get("reward/mean", 0.5)
     kind = "harder" if mean > (low + high) / 2 else "easier"
@@ -237,7 +238,7 @@ RULES: tuple[Rule, ...] = (
         _mismatch,
         "The engine sampled from one distribution and the trainer computes gradients for another; the correction "
         "weights hide part of it.",
-        "In float32 with the embedded engine mismatch/k3/mean stays below 1e-6. Above 1e-2 look for a different "
+        "In float32 with the embedded engine mismatch/k3/mean is rounding noise. Above 1e-2 look for a different "
         "precision, filtered sampling, or weights that were not handed over.",
     ),
     Rule(

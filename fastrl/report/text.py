@@ -61,7 +61,8 @@ def cells(values: Values) -> dict[str, str]:
 
     put("reward", first(values, "reward/mean"), lambda x: f"{x:.3f}")
     put("val", first(values, "val/mean"), lambda x: f"{x:.3f}")
-    put("kl", first(values, "kl/reference", "kl/reward", "kl/old_k3"))
+    # With one update per batch the policy is the old one, and its distance of 0 says nothing.
+    put("kl", first(values, "kl/reference", "kl/reward") or values.get("kl/old_k3") or None)
     put("entropy", first(values, "policy/entropy"))
     put("value loss", first(values, "value/loss"))
     low, high = values.get("policy/clip_fraction/low"), values.get("policy/clip_fraction/high")

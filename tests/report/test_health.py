@@ -126,3 +126,9 @@ def test_easy_and_hard_prompts():
     hard = HealthWatch().check(1, {**FINE, "reward/zero_variance_fraction": 0.6, "reward/mean": 0.1})
     assert "mix in harder prompts" in easy[0]
     assert "mix in easier prompts" in hard[0]
+
+
+def test_equal_groups_do_not_matter_to_a_critic():
+    equal = {**FINE, "reward/zero_variance_fraction": 0.6}
+    assert HealthWatch().check(1, equal)
+    assert HealthWatch().check(1, {**equal, "value/loss": 0.1}) == []

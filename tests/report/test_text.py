@@ -89,6 +89,7 @@ def test_what_was_not_measured_is_left_out():
     assert cells({"memory/rss_gib": 1.234}) == {"mem": "1.23 GiB"}
     assert cells({"policy/clip_fraction": 0.5}) == {"clip": "50%"}
     assert cells({"kl/old_k3": 0.25}) == {"kl": "0.25"}
+    assert cells({"kl/old_k3": 0.0}) == {}
     assert time_split({"time/update_critic_s": 1.0, "time/values_s": 0.5, "time/checkpoint_s": 2.0}) == {
         "train": 1.5,
         "save": 2.0,
