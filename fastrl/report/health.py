@@ -297,10 +297,14 @@ class HealthWatch:
             if text is not None and step - self._said.get(rule.anchor, step - self.repeat_steps) >= self.repeat_steps:
                 self._said[rule.anchor] = step
                 lines.append(f"{text} (docs/metrics.md#{rule.anchor})")
+        self.remember(values)
+        return lines
+
+    def remember(self, values: Values) -> None:
+        """Takes a step into the history without a word (steps before a resume)."""
         self._past.append(dict(values))
         if len(self._start) < START_STEPS and "policy/entropy" in values:
             self._start.append(dict(values))
-        return lines
 
 
 def _means(rows: Sequence[Values]) -> dict[str, float]:

@@ -17,9 +17,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
+from fastrl.dist.collectives import rank
 from fastrl.report.console import Screen, make_screen
-from fastrl.report.health import HealthWatch
-from fastrl.report.metrics_file import FILE_NAME, MetricsFile, forget_after
+from fastrl.report.health import HISTORY_STEPS, HealthWatch
+from fastrl.report.metrics_file import FILE_NAME, MetricsFile, forget_after, read_metrics
 from fastrl.report.text import duration, step_line
 from fastrl.report.tracking import Trackers, check_installed
 from fastrl.rollout.records import RolloutWriter
@@ -77,6 +78,8 @@ class RunLogger:
         self.health = HealthWatch()
         self._rewards: deque[float] = deque(maxlen=CHANGE_STEPS)
         self._times: deque[tuple[int, float]] = deque(maxlen=SPEED_STEPS + 1)
+        if is_main and resumed_step is not None:
+            self._recall()
         self._seconds_before = float(saved.get("seconds", 0.0))
         self._started = time.monotonic()
         self._closed = False
@@ -172,6 +175,13 @@ class RunLogger:
         interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
         self.close("interrupted" if interrupted else "failed" if kind is not None else "finished")
 
+    def _recall(self) -> None:
+        """Trend and health rules go on from the steps that are kept."""
+        for row in read_metrics(self.folder)[-HISTORY_STEPS:]:
+            values = {name: value for name, value in row.items() if name not in ("step", "time")}
+            self.health.remember(values)
+            self._change(values.get("reward/mean"))
+
     def _say(self, kind: str, text: str) -> None:
         self._write(text if kind == "info" else f"{kind} {text}")
         if self.is_main:
@@ -181,7 +191,7 @@ class RunLogger:
         """To log.txt, each line with the time of day; whole lines in one write, so that ranks do not mix."""
         if self._log.closed:
             return
-        stamp = datetime.now().strftime("%H:%M:%S")
+        stamp = datetime.now().strftime("%H:%M:%S") + ("" if self.is_main else f" [rank {rank()}]")
         text = "".join(f"{stamp} {part}\n" for line in lines for part in line.rstrip("\n").split("\n"))
         self._log.write(text)
         self._log.flush()
