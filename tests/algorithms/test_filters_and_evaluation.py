@@ -58,6 +58,13 @@ def test_resampling_follows_the_weights_and_its_address():
     assert only.tolist() == [2, 2, 2, 2]
 
 
+def test_a_draw_on_the_border_never_takes_an_unwanted_sample(monkeypatch):
+    monkeypatch.setattr(
+        "fastrl.algorithms.pf_ppo.uniform", lambda seed, update, slots: torch.zeros(len(slots)).double()
+    )
+    assert resample(torch.tensor([0.0, 0.0, 1.0, 0.0]), seed=0, update=0).tolist() == [2, 2, 2, 2]
+
+
 def test_pass_at_k_counts_subsets():
     for n, c, k in itertools.product(range(1, 8), range(8), range(1, 8)):
         if c > n or k > n:

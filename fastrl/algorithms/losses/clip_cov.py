@@ -14,9 +14,9 @@ from torch import Tensor
 
 from fastrl.algorithms.counter_random import random_bits, shifted
 from fastrl.algorithms.losses.base import TokenLoss, check_clips, clipped, indicator, ratio
-from fastrl.algorithms.losses.selected import address, covariance, number_of_picks
+from fastrl.algorithms.losses.selected import Address, covariance, number_of_picks
 from fastrl.algorithms.registry import register_policy_loss
-from fastrl.algorithms.selection import Key, Reduce, ascending, pick
+from fastrl.algorithms.selection import Reduce, pick
 
 
 def select(
@@ -47,10 +47,12 @@ def select(
     _, stats = clipped(ratio(log_prob, old_log_prob), advantages, clip_low, clip_high)
     cut = (stats["clip_high"] + stats["clip_low"]) > 0
     candidates = mask & ~cut & (cov > cov_low) & (cov < cov_high)
-    sample, position = address(sample_id, cu_seqlens, mask.numel())
-    lottery = Key(shifted(random_bits(seed, update, sample, position), 32), 32)
-    keys = [lottery, ascending(sample, 48), ascending(position, 32)]
-    return pick(keys, candidates, number_of_picks(mask, fraction, reduce), reduce=reduce)
+    address = Address(sample_id, cu_seqlens)
+
+    def lottery(index: Tensor) -> tuple[Tensor, int]:
+        return shifted(random_bits(seed, update, address.sample(index), address.position(index)), 32), 32
+
+    return pick([lottery, *address.order()], candidates, number_of_picks(mask, fraction, reduce), reduce=reduce)
 
 
 def check(*, clip_low: float, clip_high: float, fraction: float, cov_low: float, cov_high: float) -> str | None:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from fastrl.algorithms.losses.base import TokenLoss, indicator, log_ratio
-from fastrl.algorithms.losses.selected import address, covariance, number_of_picks
+from fastrl.algorithms.losses.selected import Address, covariance, number_of_picks
 from fastrl.algorithms.registry import register_policy_loss
-from fastrl.algorithms.selection import Reduce, ascending, descending, pick
+from fastrl.algorithms.selection import Reduce, descending, pick
 
 
 def select(
@@ -34,8 +34,7 @@ def select(
     """
     mask = loss_mask.bool()
     cov = covariance(advantages, log_prob, mask, reduce)
-    sample, position = address(sample_id, cu_seqlens, mask.numel())
-    keys = [descending(cov), ascending(sample, 48), ascending(position, 32)]
+    keys = [descending(cov), *Address(sample_id, cu_seqlens).order()]
     return pick(keys, mask, number_of_picks(mask, fraction, reduce), reduce=reduce)
 
 

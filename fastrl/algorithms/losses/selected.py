@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastrl.algorithms.ragged import sequence_index, zero_masked
-from fastrl.algorithms.selection import Reduce, same
+from fastrl.algorithms.ragged import zero_masked
+from fastrl.algorithms.selection import Key, Reduce, ascending, same
 
 
 def covariance(advantages: Tensor, log_prob: Tensor, mask: Tensor, reduce: Reduce | None) -> Tensor:
@@ -23,8 +23,24 @@ def number_of_picks(mask: Tensor, fraction: float, reduce: Reduce | None) -> Ten
     return (fraction * total + 1e-9).floor().clamp(min=1)
 
 
-def address(sample_id: Tensor, cu_seqlens: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """Sample id and position inside the response of each token: [T] int64 both."""
-    owner = sequence_index(cu_seqlens, num_tokens)
-    position = torch.arange(num_tokens, device=cu_seqlens.device) - cu_seqlens[:-1].long()[owner]
-    return sample_id.long()[owner], position
+class Address:
+    """Sample id and position inside the response of tokens, by flat index."""
+
+    def __init__(self, sample_id: Tensor, cu_seqlens: Tensor) -> None:
+        self.sample_id, self.cu_seqlens = sample_id.long(), cu_seqlens.long()
+
+    def owner(self, index: Tensor) -> Tensor:
+        """The sequence (0..S-1) of each token: [n] int64."""
+        return torch.searchsorted(self.cu_seqlens, index, right=True) - 1
+
+    def sample(self, index: Tensor) -> Tensor:
+        """Sample id of each token: [n] int64."""
+        return self.sample_id[self.owner(index)]
+
+    def position(self, index: Tensor) -> Tensor:
+        """Place of each token in its response, from 0: [n] int64."""
+        return index - self.cu_seqlens[self.owner(index)]
+
+    def order(self) -> list[Key]:
+        """Keys that tell all tokens apart: by sample id, then by position."""
+        return [ascending(self.sample, 48), ascending(self.position, 32)]
