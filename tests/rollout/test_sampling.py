@@ -87,6 +87,18 @@ def test_tokens_without_mass_are_never_drawn():
         np.testing.assert_allclose(log_probs, np.log(1 / 3), atol=1e-6)
 
 
+def test_rounding_does_not_lead_into_the_empty_tail_of_a_block():
+    """Sums of blocks in float32 may exceed the float64 sum of their tokens; the last token with mass is taken then."""
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(300, 1000))
+    logits[:, 700:] = -np.inf
+    u = np.full(300, 1 - 2**-53)
+    rows = torch.tensor(logits, dtype=torch.float32)
+    tokens, log_probs = draw(rows, np.arange(300), np.ones(300), u, SamplingParams())
+    assert np.isfinite(log_probs).all()
+    assert set(tokens.tolist()) <= {698, 699}
+
+
 def test_greedy_takes_the_first_of_equals_with_the_plain_log_prob():
     logits = np.array([0.0, 2.0, 1.0, 2.0])
     tokens, log_probs = draws(logits, 2, SamplingParams(temperature=0.0, top_k=2))
