@@ -12,9 +12,7 @@ from torch import Tensor
 
 def sequence_index(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
     """For each token the sequence it belongs to: [T] int64."""
-    lengths = cu_seqlens.diff()
-    rows = torch.arange(lengths.numel(), device=cu_seqlens.device)
-    return torch.repeat_interleave(rows, lengths, output_size=num_tokens)
+    return torch.repeat_interleave(cu_seqlens.diff().long(), output_size=num_tokens)
 
 
 def zero_masked(x: Tensor, mask: Tensor | None) -> Tensor:

@@ -43,7 +43,7 @@ def ascending(values: Callable[[Tensor], Tensor], bits: int) -> Key:
 
 
 def kth_largest(values: Tensor, bits: int, k: Tensor, reduce: Reduce) -> tuple[Tensor, Tensor]:
-    """The k-th largest value of all ranks, and how many are larger: values [n] int64 below 2^bits, k 0-d, at least 1."""
+    """The k-th largest value of all ranks, and how many are larger: values [n] int64 below 2^bits, k 0-d >= 1."""
     remaining = k.double()
     found = torch.zeros((), dtype=torch.int64, device=values.device)
     for shift in range(bits - DIGIT, -1, -DIGIT):
