@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +13,7 @@ from fastrl.config.load import LoadedConfig, dump_config
 from fastrl.config.schema import Config
 from fastrl.dist.checkpoint import CheckpointManager, load_checkpoint
 from fastrl.dist.collectives import rank
+from fastrl.errors import FastRLError
 from fastrl.report.run_logger import RunLogger
 from fastrl.rollout.records import RolloutWriter
 from fastrl.trainer.metrics import Metrics
@@ -45,28 +48,46 @@ def run_training(loaded: LoadedConfig, *, resume: str | None = None, dry_run: bo
     if rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
-    with RunLogger(
-        folder,
-        console=config.logging.console,
-        trackers=config.logging.trackers,
-        project=config.logging.project,
-        config=config.model_dump(mode="json"),
-        resumed_step=None if saved is None else saved["step"],
-        saved=None if saved is None else saved["logger"],
-        is_main=rank() == 0,
-    ) as logger:
+    with (
+        leaving_nothing(folder, fresh=resume is None),
+        RunLogger(
+            folder,
+            console=config.logging.console,
+            trackers=config.logging.trackers,
+            project=config.logging.project,
+            config=config.model_dump(mode="json"),
+            resumed_step=None if saved is None else saved["step"],
+            saved=None if saved is None else saved["logger"],
+            is_main=rank() == 0,
+        ) as logger,
+    ):
         for warning in loaded.warnings:
             logger.warning(warning)
         train(config, logger, manager, folder, None if saved is None else str(checkpoint or folder))
     return folder
 
 
+@contextmanager
+def leaving_nothing(folder: Path, *, fresh: bool) -> Iterator[None]:
+    """Removes the folder of a new run that ended with a deliberate error before it had anything to show."""
+    try:
+        yield
+    except FastRLError:
+        empty = (folder / "metrics.jsonl").exists() and (folder / "metrics.jsonl").stat().st_size == 0
+        if fresh and rank() == 0 and empty:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
 def train(config: Config, logger: RunLogger, manager: CheckpointManager, folder: Path, resume_from: str | None) -> None:
     """Build the parts, restore them if asked, and run the loop to its end."""
+    from transformers.utils.logging import disable_progress_bar
+
     from fastrl.trainer.loop import Trainer
     from fastrl.trainer.setup import build
     from fastrl.trainer.state import restore, save
 
+    disable_progress_bar()
     logger.phase("loading")
     metrics = Metrics(on_phase=logger.phase)
     parts = build(config, progress=logger.progress, metrics=metrics)
@@ -78,6 +99,7 @@ def train(config: Config, logger: RunLogger, manager: CheckpointManager, folder:
 
         def checkpoint(score: float | None) -> None:
             save(trainer, manager, {"logger": logger.state_dict()}, score)
+            logger.info(f"saved step {trainer.step_number} in {manager.folder}")
 
         trainer = Trainer(parts, logger, writer, checkpoint)
         logger.plan([*describe(config), *part_lines(parts)])

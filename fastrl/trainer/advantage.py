@@ -103,7 +103,9 @@ class AdvantageStage:
         result = self.correction.call(data | {"reduce": reduce_one}, self.correction_options)
         record(result.stats, metrics)
         keep = result.keep
+        metrics.add_sum("mismatch/rejected_tokens", (batch.response_mask & ~keep).sum())
         rejected = (sequence_sums(batch.response_mask, batch) > 0) & (sequence_sums(keep, batch) == 0)
+        metrics.add_sum("mismatch/rejected_sequences", rejected.sum())
         return batch.with_(
             rollout_weight=result.weight,
             loss_mask=batch.need("loss_mask") & keep,

@@ -14,14 +14,17 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from fastrl.algorithms.filters import informative_groups
+from fastrl.algorithms.pf_ppo import Mode, resample
 from fastrl.data.batch import FinishReason, RolloutBatch, cu_seqlens_of
 from fastrl.data.prompts import Prompt
 from fastrl.dist.collectives import rank, world_size
 from fastrl.errors import TrainingError
 from fastrl.rewards import RewardPool, RewardSample
+from fastrl.rewards.decode import response_text
 from fastrl.rollout.engine import Engine, GenerationRequest, Sample, SamplingParams
 from fastrl.rollout.seeds import sample_seed
 from fastrl.trainer.metrics import Metrics
+from fastrl.trainer.normalizers import gather_own
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,8 @@ class Generator:
     stop_ids: frozenset[int] = frozenset()
     greedy: bool = False  # one extra greedy sample per prompt, scored as a baseline
     progress: Callable[[int, int], None] = field(default=lambda done, total: None)
+    abstained: int = 0  # samples that every reward function abstained from, since `record_rewards`
+    clipped: int = 0  # scores moved to a bound, likewise
 
     def run(self, prompts: Sequence[Prompt], *, step: int, first_group: int = 0) -> list[ScoredSample]:
         """Generate and score; this rank works on every world_size-th prompt. Sorted by sample id.
@@ -85,26 +90,32 @@ class Generator:
         rows = {sample_id: i for i, sample_id in enumerate(result.sample_ids)}
         scores, valid = result.scores.tolist(), result.valid.tolist()
         components = {name: column.tolist() for name, column in result.components.items()}
-        baseline = {group: scores[rows[sample_id]] for sample_id, group, _, _ in drawn if sample_id < 0}
+        self.abstained += result.num_abstained
+        self.clipped += result.num_clipped
+        greedy = {group: rows[sample_id] for sample_id, group, _, _ in drawn if sample_id < 0}
+        baseline = {group: scores[row] for group, row in greedy.items() if valid[row]}
         scored = []
         for sample_id, group, sample, text in sorted(drawn, key=lambda d: d[0]):
             if sample_id < 0:
                 continue
             row = rows[sample_id]
             parts = {name: column[row] for name, column in components.items()}
+            usable = valid[row] and (group in baseline or group not in greedy)
+            against = baseline.get(group, 0.0) if group in greedy else None
             scored.append(
-                ScoredSample(
-                    prompts[group], group, sample_id, sample, text, scores[row], valid[row], parts, baseline.get(group)
-                )
+                ScoredSample(prompts[group], group, sample_id, sample, text, scores[row], usable, parts, against)
             )
         return scored
 
+    def record_rewards(self, metrics: Metrics) -> None:
+        """Count what the reward functions declined and what the bounds moved."""
+        metrics.add_sum("reward/abstained", self.abstained)
+        metrics.add_sum("reward/clipped", self.clipped)
+        self.abstained = self.clipped = 0
+
     def decode(self, sample: Sample) -> str:
         """Text of the sampled tokens, without the id that ended it."""
-        ids = sample.token_ids.tolist()
-        if ids and ids[-1] in self.stop_ids:
-            ids = ids[:-1]
-        return str(self.tokenizer.decode(ids, skip_special_tokens=False))
+        return response_text(self.tokenizer, sample.token_ids.tolist(), self.stop_ids)
 
 
 @dataclass(frozen=True)
@@ -133,6 +144,7 @@ def fill_batch(
     prompts = take(num_prompts)
     wanted, next_group = len(prompts), len(prompts)
     samples = generator.run(prompts, step=step)
+    generator.record_rewards(metrics)
     if refill is None:
         return samples
     kept = informative(samples, refill.metric)
@@ -144,6 +156,7 @@ def fill_batch(
         if not prompts:
             break
         fresh = informative(generator.run(prompts, step=step, first_group=next_group), refill.metric)
+        generator.record_rewards(metrics)
         next_group += len(prompts)
         dropped += len(prompts) - count_groups(fresh)
         kept += fresh
@@ -206,6 +219,14 @@ def build_batch(samples: Sequence[ScoredSample], *, dtype: torch.dtype = torch.f
         components={n: torch.tensor([s.components.get(n, float("nan")) for s in samples], dtype=dtype) for n in names},
         greedy_scores=None if None in greedy or not greedy else torch.tensor(greedy, dtype=dtype),
     )
+
+
+def resampled(batch: RolloutBatch, mode: Mode, power: float, *, seed: int, step: int) -> RolloutBatch:
+    """PF-PPO: as many sequences as before, drawn with replacement by their scores over all ranks."""
+    (scores, valid), own = gather_own([batch.need("scores"), batch.need("valid")])
+    chosen = resample(scores, valid, seed=seed, update=step, mode=mode, power=power)
+    local = own.to(torch.int64).cumsum(0) - 1
+    return batch.select(local[chosen[own[chosen]]])
 
 
 def ragged(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

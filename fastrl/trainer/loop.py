@@ -24,7 +24,7 @@ from fastrl.rollout.seeds import sample_seed
 from fastrl.trainer.actor import Actor, PolicyModel
 from fastrl.trainer.advantage import AdvantageStage
 from fastrl.trainer.critic import Critic
-from fastrl.trainer.generation import Generator, RefillSettings, ScoredSample, build_batch, fill_batch
+from fastrl.trainer.generation import Generator, RefillSettings, ScoredSample, build_batch, fill_batch, resampled
 from fastrl.trainer.losses import OptimizerBatch
 from fastrl.trainer.metrics import Metrics
 from fastrl.trainer.normalizers import keep_rows, optimizer_batch
@@ -96,8 +96,8 @@ class Trainer:
             self.keep_samples(batch, held_out)
             self.reporter.log(self.step_number, values)
             if last or is_due(self.step_number, run.checkpoint_every_steps):
-                self.reporter.phase("checkpoint")
-                self.checkpoint(values.get("val/mean"))
+                with self.metrics.timer("checkpoint"):
+                    self.checkpoint(values.get("val/mean"))
 
     def validate(self) -> tuple[dict[str, float], list[ScoredSample]]:
         """Score the held-out prompts, if there are any; returns the `val/...` figures and the samples."""
@@ -164,6 +164,8 @@ class Trainer:
         self.samples = samples
         batch = build_batch(samples, dtype=dtype).to(self.parts.device)
         rollout_metrics(batch, self.metrics)
+        if a.pf_ppo_mode != "none":
+            batch = resampled(batch, a.pf_ppo_mode, a.pf_ppo_power, seed=self.config.run.seed, step=number)
         return batch
 
     def take(self, number: int) -> list[Prompt]:

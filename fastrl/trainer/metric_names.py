@@ -16,9 +16,7 @@ METRICS: dict[str, str] = {
     "reward/group_of_one": "groups with a single sample that counts (advantage 0 under group estimators), groups; sum",
     "reward/unscorable": "samples whose reward raised, timed out or was not a number (left out, never 0), samples; sum",
     "reward/abstained": "component values that a reward function declined to give, values; sum",
-    "reward/overlong_penalty": "soft length penalty added to the score (0 or below), reward units; mean over samples",
     "reward/clipped": "scores moved to reward.clip_min or reward.clip_max, samples; sum",
-    "reward/moved_to_sampled": "rewards given to a token that was not sampled, moved to the last sampled one, tokens; sum",
     "reward/kl_penalty": "KL taken off the rewards, reward units; mean over samples of the sum over tokens",
     # rollout: what was generated
     "rollout/length/mean": "response length, tokens; mean over samples",

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from fastrl.algorithms.registry import Entry, get_advantage, get_correction, get_policy_loss
 from fastrl.config.schema import Config
-from fastrl.trainer.roles import Role, needs_critic, needs_reference, roles_of
+from fastrl.trainer.roles import Role, inputs_of, needs_critic, needs_reference, roles_of
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def make_plan(config: Config) -> Plan:
     advantage, loss = get_advantage(a.advantage), get_policy_loss(a.policy_loss)
     correction = get_correction(a.correction)
     reasons = old_log_prob_reasons(config, advantage, loss, correction)
-    needs = advantage.needs_with(a.advantage_options) | loss.needs_with(a.policy_loss_options)
+    needs = inputs_of(advantage, a.advantage_options) | inputs_of(loss, a.policy_loss_options)
     selection = loss.select is not None or a.entropy_quantile is not None
     bootstrap = bool(a.advantage_options.get("bootstrap_truncated", False))
     return Plan(
@@ -81,7 +81,8 @@ def old_log_prob_reasons(config: Config, advantage: Entry, loss: Entry, correcti
         ("correction", correction, a.correction_options),
     )
     for what, entry, options in chosen:
-        for need in sorted(entry.needs_with(options) & {"old_log_prob", "old_entropy", "sum_sq", "pre_update_pass"}):
+        needs = entry.needs_with(options) if what != "advantage" else inputs_of(entry, options)
+        for need in sorted(needs & {"old_log_prob", "old_entropy", "sum_sq", "pre_update_pass"}):
             reasons.append(f"{what} = {entry.name} needs {need}")
     if a.entropy_quantile is not None:
         reasons.append("entropy_quantile selects tokens before the update")

@@ -5,9 +5,11 @@ A role that is not needed is never loaded. `roles_of(config)` is the whole decis
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
+from typing import Any
 
-from fastrl.algorithms.registry import get_advantage
+from fastrl.algorithms.registry import Entry, get_advantage
 from fastrl.config.schema import Config
 
 
@@ -25,9 +27,14 @@ class Role(Enum):
     TeacherModel = "teacher_model"  # larger policy that is distilled
 
 
+def inputs_of(entry: Entry, options: Mapping[str, Any] | None = None) -> frozenset[str]:
+    """What an algorithm needs: what it was registered with, and what its parameters without a default name."""
+    return entry.needs_with(options) | (frozenset(entry.data) - entry.optional_data)
+
+
 def needs_critic(config: Config) -> bool:
     """True when the advantage estimator reads values."""
-    return "values" in get_advantage(config.algorithm.advantage).needs
+    return "values" in inputs_of(get_advantage(config.algorithm.advantage))
 
 
 def needs_reference(config: Config) -> bool:
@@ -43,7 +50,7 @@ def needs_reward_model(config: Config) -> bool:
 
 def needs_teacher(config: Config) -> bool:
     """True when the advantage or the loss compares with a teacher."""
-    return "teacher" in get_advantage(config.algorithm.advantage).needs
+    return "teacher" in inputs_of(get_advantage(config.algorithm.advantage))
 
 
 def roles_of(config: Config) -> frozenset[Role]:
