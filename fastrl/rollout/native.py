@@ -72,6 +72,7 @@ class NativeEngine:
         self._abort = threading.Event()
         self._asleep = False
         self._closed = False
+        self._last_steps = 0  # of the generate before: how long responses are at this stage of training
 
     def _choose_runner(self, fast_path: bool | None) -> str | None:
         """Take the fast forward pass if it is wanted and right; otherwise the reason why not."""
@@ -86,6 +87,7 @@ class NativeEngine:
             return None
         with self._modes():
             difference = largest_difference(self._runner, fast, self.device, self.vocabulary_size)
+        fast.release()
         if not difference <= _TOLERANCES[fast.dtype]:
             reason = f"its logits differ from the model's own by {difference:.1e} of the largest"
             warnings.warn(f"{type(self.model).__name__}: fast forward pass not used, {reason}", stacklevel=3)
@@ -138,8 +140,11 @@ class NativeEngine:
             raise EngineError("generate while another generate is running: exhaust or close its iterator first")
         self._abort.clear()
         self._current = generation
+        self._runner.expect(min(self._last_steps or generation.cache.longest, generation.cache.longest))
+        steps = 0
         try:
             while not generation.done:
+                steps += 1
                 with self._modes():  # for one step only: a generator would leak them to its consumer
                     finished = generation.abort() if self._abort.is_set() else generation.step()
                 for sample in finished:
@@ -147,6 +152,7 @@ class NativeEngine:
         finally:
             generation.close()
             self._current = None
+            self._last_steps = steps
 
     def _decode(self, tokens: list[int]) -> str:
         assert self.tokenizer is not None

@@ -27,6 +27,7 @@ from fastrl.rollout.runner import Runner
 _PLAIN = frozenset(["LlamaModel", "Qwen2Model", "Qwen3Model", "MistralModel"])
 _PACK_ROWS = 32  # the number of rows oneDNN chooses its layout for; the layout then serves any number
 _LEAST_ROWS = 4  # fewer rows are filled up: oneDNN takes a slower path below this
+_PAYBACK_PASSES = 6  # packing costs what it saves in 4 to 8 passes of 4 to 32 rows (docs/decisions/002)
 _PACKED_DTYPES = (torch.float32, torch.bfloat16)
 
 Product = Callable[[Tensor], Tensor]  # x [M, I] -> x W^T + b [M, O]
@@ -72,7 +73,8 @@ class PlainDecoder:
         self.model, self.device = model, device
         self.trunk: Any = trunk(model)
         self.dtype = autocast_dtype or next(model.parameters()).dtype
-        self.packs = device.type == "cpu" and torch.backends.mkldnn.is_available() and self.dtype in _PACKED_DTYPES
+        self.can_pack = device.type == "cpu" and torch.backends.mkldnn.is_available() and self.dtype in _PACKED_DTYPES
+        self.packs = self.can_pack
         self._weights: Weights | None = None
 
     def hidden(self, tokens: np.ndarray, positions: np.ndarray, layout: PrefillLayout | DecodeLayout) -> Tensor:
@@ -106,6 +108,14 @@ class PlainDecoder:
         """See Runner."""
         weights = self._ready()
         return cap_logits(weights.head(hidden), weights.head_parameters)
+
+    def expect(self, passes: int) -> None:
+        """Pack when that pays; what is packed already stays so."""
+        packs = self.can_pack and passes >= _PAYBACK_PASSES
+        if packs and not self.packs:
+            self.release()
+        if self._weights is None:
+            self.packs = packs
 
     def refresh(self) -> None:
         """Copies are made anew at the next forward pass; now where gathering them takes every rank."""

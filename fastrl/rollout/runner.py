@@ -15,7 +15,7 @@ from fastrl.rollout.layouts import DecodeLayout, PrefillLayout
 
 
 class Runner(Protocol):
-    """Two calls per step: hidden rows, then the logits of some of them."""
+    """Two calls per step: hidden rows, then the logits of some of them; the others concern copies of parameters."""
 
     def hidden(self, tokens: np.ndarray, positions: np.ndarray, layout: PrefillLayout | DecodeLayout) -> Tensor:
         """tokens [U] int64, positions [U] int64 -> last hidden rows [U, H]."""
@@ -23,6 +23,10 @@ class Runner(Protocol):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, H] -> logits [N, V], a new tensor that the caller may overwrite."""
+        ...
+
+    def expect(self, passes: int) -> None:
+        """About so many forward passes follow before the parameters change: worth preparing for, or not."""
         ...
 
     def refresh(self) -> None:
@@ -54,6 +58,9 @@ class ModuleRunner:
     def logits(self, hidden: Tensor) -> Tensor:
         """See Runner."""
         return logits_of(hidden, head_of(self.model))
+
+    def expect(self, passes: int) -> None:
+        """Nothing to prepare."""
 
     def refresh(self) -> None:
         """Nothing to do: the modules are the trainer's own."""

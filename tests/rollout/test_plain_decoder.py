@@ -25,7 +25,7 @@ def test_both_forward_passes_draw_the_same_samples(name, dtype):
     general = build(name, dtype, fast_path=False)[1]
     assert fast.general_because is None and isinstance(fast._runner, PlainDecoder)
     assert isinstance(general._runner, ModuleRunner)
-    assert fast._runner.packs == (dtype == torch.float32)
+    assert fast._runner.can_pack == (dtype == torch.float32)
     params = SamplingParams(max_tokens=20, temperature=0.9, stop_token_ids=(11, 29), seed=1)
     atol = 1e-6 if dtype == torch.float64 else 2e-5
     same(collect(general, requests(4), params), collect(fast, requests(4), params), atol)
@@ -100,6 +100,26 @@ def test_sleep_frees_the_copies():
     assert engine._runner._weights is not None
     engine.sleep()
     assert engine._runner._weights is None
+
+
+def test_weights_are_packed_only_where_that_pays():
+    """Packing costs a few forward passes: after a call with short responses the next one goes without."""
+    _, engine = build("llama", torch.float32)
+    runner = engine._runner
+    long, short = SamplingParams(max_tokens=20, seed=1), SamplingParams(max_tokens=3, seed=1)
+    base = collect(engine, requests(2), short)
+    assert not runner.packs  # no more than 3 passes to come
+    collect(engine, requests(2), long)
+    engine.update_weights(engine.model, 1)
+    collect(engine, requests(2), long)
+    assert runner.packs
+    same(base, collect(engine, requests(2), short), 1e-5)
+    assert runner.packs  # the copies are there already
+    engine.update_weights(engine.model, 2)
+    collect(engine, requests(2), long)  # expected to be as short as the call before
+    assert not runner.packs
+    collect(engine, requests(2), long)
+    assert runner.packs
 
 
 def test_sharded_parameters_are_gathered(tmp_path):
