@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +17,21 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from fastrl.errors import ModelError
 from fastrl.models.attention import IMPLEMENTATION
-from fastrl.models.double import keep_double
+from fastrl.models.double import KeepDouble
 from fastrl.models.head import trunk
 from fastrl.models.training_layout import choose_attention
 from fastrl.models.verify import refuse_by_name, verify
 
 BUILTIN_TINY = "builtin:tiny"
 VALUE_HEAD_FILE = "value_head.safetensors"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "tekken.json",
+)
 
 
 def resolve_path(path: str) -> str:
@@ -56,7 +67,7 @@ def load_model(
     Raises:
         ModelError: the folder is missing or incomplete, or the architecture cannot be trained exactly.
     """
-    source = _check_source(path)
+    source = _check_source(path, ("config.json",), "config.json: it is no Hugging Face model folder")
     parameter_dtype = torch.float64 if _as_dtype(dtype) == torch.float64 else torch.float32
     choose_attention(torch.device(device), _as_dtype(dtype), attention)
     hub: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
@@ -84,13 +95,18 @@ def prepare_model(
     disable_dropout(model)
     model.eval()
     if gradient_checkpointing:
-        # float64 models recompute in float64 too
-        model.gradient_checkpointing_enable(
-            {"use_reentrant": False, "context_fn": lambda: (contextlib.nullcontext(), keep_double(model))}
-        )
+        double = model.dtype == torch.float64  # such models recompute in float64 too
+        context = partial(_checkpoint_contexts, KeepDouble if double else contextlib.nullcontext)
+        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": context})
         model.train()
     verify(model, path)
     return model
+
+
+def _checkpoint_contexts(
+    recompute: Callable[[], AbstractContextManager[Any]],
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    return contextlib.nullcontext(), recompute()
 
 
 class ValueModel(nn.Module):
@@ -140,12 +156,14 @@ def load_tokenizer(
     path: str, *, revision: str | None = None, trust_remote_code: bool = False, chat_template: str | None = None
 ) -> PreTrainedTokenizerBase:
     """The tokenizer of a model folder; `chat_template` (a file with a Jinja template) replaces its own."""
-    source = _check_source(path)
+    source = _check_source(path, TOKENIZER_FILES, "tokenizer: set model.tokenizer_path to one that does")
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(_explain(path, error)) from error
     if chat_template is not None:
+        if not Path(chat_template).is_file():
+            raise ModelError(f"model.chat_template = {chat_template}: no such file")
         tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
     return tokenizer
 
@@ -173,19 +191,24 @@ def _as_dtype(dtype: torch.dtype | str) -> torch.dtype:
     return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
-def _check_source(path: str) -> str:
+def _check_source(path: str, needs: tuple[str, ...], hint: str) -> str:
+    """The folder or hub name behind `path`; a folder must exist and hold one of the files `needs`."""
     source = resolve_path(path)
     folder = Path(source).expanduser()
-    looks_local = source.startswith((".", "/", "~")) or source.count("/") > 1
     if folder.is_dir():
+        if not any((folder / name).is_file() for name in needs):
+            raise ModelError(f"model.path = {path}: the folder holds no {hint}")
         return str(folder)
-    if looks_local or path == BUILTIN_TINY:
+    if path == BUILTIN_TINY or source.startswith((".", "/", "~")) or source.count("/") > 1:
         raise ModelError(f"model.path = {path}: no such folder")
     return source
 
 
 def _explain(path: str, error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("0", "")
-    hint = " (HF_HUB_OFFLINE is set; unset it to download)" if offline else ""
-    return f"model.path = {path}: {text[0] if text else type(error).__name__}{hint}"
+    """One line for what transformers says in many."""
+    text = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    if "couldn't connect" in text or "offline mode" in text:
+        offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
+        why = "HF_HUB_OFFLINE is set: unset it to download" if offline else "the hub cannot be reached"
+        return f"model.path = {path}: not in the local cache, and {why}; or give a folder"
+    return f"model.path = {path}: {text}"

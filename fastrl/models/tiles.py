@@ -102,9 +102,16 @@ def window_mask(tile: Tile, window: int) -> Tensor:
 class TilePlan:
     """The tiles of a micro-batch and their masks, made once and used by every layer."""
 
-    def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        device: torch.device,
+        *,
+        short_rows: int = SHORT_ROWS,
+        long_rows: int = LONG_ROWS,
+    ) -> None:
         self.device = device
-        self.tiles = cut(segments)
+        self.tiles = cut(segments, short_rows=short_rows, long_rows=long_rows)
         self._masks: dict[tuple[int | None, torch.dtype], list[Tensor]] = {}
         ranges = [r for t in self.tiles for r in (*t.prefix, (t.start, t.stop))]
         parts = [torch.arange(first, end) for first, end in ranges]
