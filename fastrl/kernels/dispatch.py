@@ -30,6 +30,14 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 
 
+def forced() -> str | None:
+    """`reference` or `triton` where `FASTRL_KERNELS` says so."""
+    choice = os.environ.get("FASTRL_KERNELS") or "auto"
+    if choice not in CHOICES:
+        raise ValueError(f"FASTRL_KERNELS = {choice!r}: use one of {', '.join(CHOICES)}")
+    return None if choice == "auto" else choice
+
+
 def use_triton(tensors: Iterable[torch.Tensor | None]) -> bool:
     """True when the Triton kernel is to run on these tensors.
 
@@ -37,16 +45,14 @@ def use_triton(tensors: Iterable[torch.Tensor | None]) -> bool:
         ValueError: `FASTRL_KERNELS` is no known choice.
         RuntimeError: Triton is forced where it cannot run.
     """
-    choice = os.environ.get("FASTRL_KERNELS") or "auto"
-    if choice not in CHOICES:
-        raise ValueError(f"FASTRL_KERNELS = {choice!r}: use one of {', '.join(CHOICES)}")
+    choice = forced()
     if choice == "reference":
         return False
     given = [t for t in tensors if t is not None]
     if any(t.dtype == torch.float64 for t in given):
         return False
     on_gpu = any(t.device.type == "cuda" for t in given)
-    if choice == "auto":
+    if choice is None:
         return on_gpu and has_triton()
     if not has_triton():
         raise RuntimeError("FASTRL_KERNELS = 'triton', but Triton is not installed: pip install triton, or unset it")
@@ -78,6 +84,7 @@ def define_op(
     reference: Callable[..., Any],
     kernel: str,
     fake: Callable[..., Any],
+    cpu: Callable[..., Any] | None = None,
     mutates_args: Sequence[str] = (),
 ) -> Any:
     """Register the custom op `fastrl::name`, which picks its implementation each time it is called.
@@ -85,7 +92,8 @@ def define_op(
     Args:
         name: op name.
         schema: argument and result types, `"(Tensor x, float y) -> Tensor"`; all arguments positional.
-        reference: the torch implementation.
+        reference: the torch implementation, on any device.
+        cpu: a faster one for CPU tensors, if there is one; `FASTRL_KERNELS=reference` passes it by.
         kernel: `"package.module:function"` of the Triton wrapper with the same arguments, imported at first use.
         fake: gives empty results of the right shapes (fake tensors, `torch.compile`).
         mutates_args: names of arguments that are written.
@@ -95,7 +103,12 @@ def define_op(
     """
 
     def run(*args: Any) -> Any:
-        return (_resolve(kernel) if use_triton(_tensors(args)) else reference)(*args)
+        tensors = list(_tensors(args))
+        if use_triton(tensors):
+            return _resolve(kernel)(*args)
+        if cpu is not None and forced() is None and all(t.device.type == "cpu" for t in tensors):
+            return cpu(*args)
+        return reference(*args)
 
     run.__name__ = name
     op = torch.library.custom_op(f"fastrl::{name}", run, mutates_args=mutates_args, schema=schema)

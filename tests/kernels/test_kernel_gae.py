@@ -11,6 +11,13 @@ from fastrl.kernels import discounted_returns, gae
 T = sum(LENGTHS)
 
 
+@pytest.fixture(autouse=True, params=["auto"] if TRITON else ["auto", "reference"])
+def implementation(request, monkeypatch):
+    """On a CPU both the fast scan and the plain one."""
+    if not TRITON:
+        monkeypatch.setenv("FASTRL_KERNELS", request.param)
+
+
 def case(seed, dtype=torch.float32, keep=0.7, lengths=LENGTHS):
     total = sum(lengths)
     mask = mask_of(total, seed, keep)

@@ -77,17 +77,18 @@ _op.register_autograd(_backward, setup_context=_setup)
 refuse_double_backward(_backward_op, "aggregate")
 
 
-def _count(op: str, name: str, value: Count, device: torch.device) -> torch.Tensor | None:
+def _count(op: str, name: str, value: Count, device: torch.device, dtype: torch.dtype) -> torch.Tensor | None:
+    """A count as a tensor [] of the dtype of the sums."""
     if value is None:
         return None
     if isinstance(value, torch.Tensor):
         check_tensor(op, name, value, dtypes=(*FLOATS, *INTEGERS), device=device)
         if value.numel() != 1:
             raise ValueError(f"{op}: {name} has shape {list(value.shape)}: one value is needed")
-        return value.detach().reshape(())
+        return value.detach().reshape(()).to(dtype)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
         raise ValueError(f"{op}: {name} = {value!r}: a count >= 0 is needed")
-    return torch.full((), value, dtype=torch.float64, device=device)
+    return torch.full((), value, dtype=dtype, device=device)
 
 
 def aggregation_scale(
@@ -151,7 +152,7 @@ def aggregation_scale(
         "token-sum": ("num_tokens", None),
         "prompt-mean": ("num_prompts", num_prompts),
     }.get(loss_agg_mode, ("num_sequences", num_sequences))
-    count = _count(op, name, value, lengths.device)
+    count = _count(op, name, value, lengths.device, dtype)
     return _scale_op(lengths, group_id if loss_agg_mode == "prompt-mean" else None, count, loss_agg_mode, factor, dtype)
 
 
@@ -174,12 +175,12 @@ def resolve_scale(
     if scale is not None:
         count = check_layout(op, "the token loss", x, cu_seqlens)
         check_tensor(op, "scale", scale, shape=(count,), device=x.device)
-        return scale.detach()
+        return scale.detach().to(dtype)
     check_choice(op, "loss_agg_mode", loss_agg_mode, MODES)
     if loss_agg_mode == "token-sum":
         return torch.ones(1, dtype=dtype, device=x.device)
     if loss_agg_mode == "token-mean":
-        given = _count(op, "num_tokens", num_tokens, x.device)
+        given = _count(op, "num_tokens", num_tokens, x.device, dtype)
         if given is None:
             given = torch.full((), x.numel(), device=x.device) if mask is None else (mask != 0).sum()
         return inverse(given.to(dtype)).reshape(1)

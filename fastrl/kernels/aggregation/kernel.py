@@ -214,10 +214,8 @@ def aggregation_scale_triton(
                     lengths, group_id.contiguous(), tokens, firsts, sequences, **config
                 )
             config = launch.config("scale", lengths)
-            # float64 counts are read as float32
-            single = None if count is None else count.to(torch.float32)
             scale_kernel[(triton.cdiv(sequences, config["BLOCK"]),)](
-                lengths, tokens, firsts, single, scale, sequences, factor,
+                lengths, tokens, firsts, count, scale, sequences, factor,
                 MODE=MODES.index(mode), HAS_COUNT=count is not None, **config,
             )  # fmt: skip
     return scale.to(dtype)

@@ -5,6 +5,8 @@ Each program writes its partial sums; the last one to arrive adds them in a fixe
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -62,9 +64,7 @@ def _block(
     lp = tl.where(inside, load_float(log_prob, t, total, FULL), 0.0)
     old = tl.where(inside, load_float(old_log_prob, t, total, FULL), 0.0)
     adv = tl.where(inside, load_float(advantages, t, total, FULL), 0.0)
-    loss, slope, high, low, dual, k1, k3, ratio = _terms(
-        lp, old, adv, clip_low, clip_high, dual_clip, max_ratio, limit
-    )
+    loss, slope, high, low, dual, k1, k3, ratio = _terms(lp, old, adv, clip_low, clip_high, dual_clip, max_ratio, limit)
     if HAS_WEIGHTS:
         w = tl.where(inside, load_float(weights, t, total, FULL), 0.0)
         loss = loss * w
@@ -151,7 +151,7 @@ def clipped_policy_loss_triton(
     """Same arguments and results as `clipped_policy_loss_reference`."""
     check_cu_seqlens_values("clipped_policy_loss", cu_seqlens, log_prob.numel())
     shape, total, device = log_prob.shape, log_prob.numel(), log_prob.device
-    like = {"dtype": torch.float32, "device": device}
+    like: dict[str, Any] = {"dtype": torch.float32, "device": device}
     gradient = torch.empty(shape if want_gradient else (0,), **like)
     if per_token:
         losses, stats = torch.empty(shape, **like), torch.empty(len(STATS), *shape, **like)

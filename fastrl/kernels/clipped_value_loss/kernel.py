@@ -5,6 +5,8 @@ Each program writes its partial sums; the last one to arrive adds them in a fixe
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -124,7 +126,7 @@ def clipped_value_loss_triton(
     """Same arguments and results as `clipped_value_loss_reference`."""
     check_cu_seqlens_values("clipped_value_loss", cu_seqlens, values.numel())
     shape, total, device = values.shape, values.numel(), values.device
-    like = {"dtype": torch.float32, "device": device}
+    like: dict[str, Any] = {"dtype": torch.float32, "device": device}
     gradient = torch.empty(shape if want_gradient else (0,), **like)
     if per_token:
         losses, stats = torch.empty(shape, **like), torch.empty(len(STATS), *shape, **like)

@@ -6,6 +6,7 @@ import torch
 
 from ..checks import check_float, check_layout, check_mask, check_tensor
 from ..dispatch import accumulate_dtype, define_op
+from .cpu import discounted_returns_cpu
 from .reference import discounted_returns_reference
 
 
@@ -19,6 +20,7 @@ _op = define_op(
     "discounted_returns",
     "(Tensor rewards, Tensor? mask, Tensor? cu_seqlens, float gamma) -> Tensor",
     reference=discounted_returns_reference,
+    cpu=discounted_returns_cpu,
     kernel="fastrl.kernels.discounted_returns.kernel:discounted_returns_triton",
     fake=_fake,
 )

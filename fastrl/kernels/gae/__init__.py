@@ -6,6 +6,7 @@ import torch
 
 from ..checks import check_float, check_layout, check_mask, check_tensor
 from ..dispatch import accumulate_dtype, define_op
+from .cpu import gae_cpu
 from .reference import gae_reference
 
 
@@ -28,6 +29,7 @@ _op = define_op(
     "(Tensor rewards, Tensor values, Tensor? mask, Tensor? bootstrap_values, Tensor? lambda_per_sequence, "
     "Tensor? cu_seqlens, float gamma, float gae_lambda) -> (Tensor, Tensor)",
     reference=gae_reference,
+    cpu=gae_cpu,
     kernel="fastrl.kernels.gae.kernel:gae_triton",
     fake=_fake,
 )

@@ -36,7 +36,7 @@ def _statistic(name: str, value: float | torch.Tensor | None, x: torch.Tensor, l
         check_tensor("whiten", name, value, device=x.device)
         if value.numel() != 1:
             raise ValueError(f"whiten: {name} has shape {list(value.shape)}: one value is needed")
-        return value.detach().reshape(())
+        return value.detach().reshape(()).to(accumulate_dtype(x))
     return torch.full((), check_float("whiten", name, value, low=low), dtype=accumulate_dtype(x), device=x.device)
 
 
