@@ -18,17 +18,18 @@ from ..log_prob.reference import (
     gradient_of_rows,
     statistics_of_rows,
 )
-from .gemm import add_bias_gradient, add_weight_gradient, project
+from .gemm import add_bias_gradient, add_weight_gradient, hidden_gradient, project
 
-CHUNK_ROWS_CPU = 128  # rows of logits that exist at a time
+# Rows of logits that exist at a time on a CPU. The shorter dtypes pay for each chunk's sum into a float32 d weight.
+CHUNK_ROWS = {torch.float64: 128, torch.float32: 256, torch.bfloat16: 512, torch.float16: 512}
 
 
 class RowKernels(NamedTuple):
-    """The two passes over a chunk's logits, with the signatures of `log_prob.reference`."""
+    """The two passes over a chunk's logits, with the signatures of `log_prob.reference`, and how many rows it has."""
 
     statistics: Callable[..., RowStatistics] = statistics_of_rows
     gradient: Callable[..., torch.Tensor] = gradient_of_rows
-    chunk_rows: int = CHUNK_ROWS_CPU
+    chunk_rows: Callable[[torch.dtype, int], int] = lambda dtype, vocabulary: CHUNK_ROWS[dtype]
 
 
 REFERENCE = RowKernels()
@@ -117,7 +118,7 @@ class Gradients:
     def add(self, part: slice, chunk: Head, d_logits: torch.Tensor, dead: torch.Tensor | None) -> None:
         """Take in the gradient of one chunk's logits [C, V]; `dead` [C]: rows that carry none and may hold NaN."""
         if self.hidden is not None:
-            torch.mm(d_logits, self.head.weight, out=self.hidden[part])
+            hidden_gradient(d_logits, self.head.weight, self.hidden[part])
         if self.weight is not None:
             hidden = chunk.hidden if dead is None else chunk.hidden.masked_fill(dead.unsqueeze(1), 0)
             add_weight_gradient(self.weight, d_logits, hidden, self.fresh)
@@ -138,7 +139,7 @@ def forward_in_chunks(
     head: Head, kernels: RowKernels, want_entropy: bool, want_sum_sq: bool, chunk_size: int
 ) -> RowStatistics:
     """Statistics of all rows; at most `chunk_size` rows of logits exist at a time."""
-    count, size = head.labels.shape[0], chunk_size or kernels.chunk_rows
+    count, size = head.labels.shape[0], chunk_size or kernels.chunk_rows(head.hidden.dtype, head.weight.shape[0])
     out = empty_statistics(count, head.hidden, want_entropy, want_sum_sq)
     buffer = logits_buffer(head, size)
     for part in chunks(count, size):
@@ -159,7 +160,7 @@ def backward_in_chunks(
     chunk_size: int,
 ) -> Gradients:
     """Gradients to hidden, weight and bias: each chunk's logits are made again and turned into their gradient."""
-    size = chunk_size or kernels.chunk_rows
+    size = chunk_size or kernels.chunk_rows(head.hidden.dtype, head.weight.shape[0])
     parts = list(chunks(head.labels.shape[0], size))
     total = Gradients(head, needs, weight_dtype, len(parts))
     buffer = logits_buffer(head, size)

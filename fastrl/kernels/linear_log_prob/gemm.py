@@ -1,8 +1,18 @@
-"""The three matrix products of a language-model head, and the dtypes they run in."""
+"""The three matrix products of a language-model head, and the dtypes they run in.
+
+On a CPU in float32, oneDNN's inner product is 10-25 % faster than `torch.mm` for hidden weight^T and d_logits weight
+(one thread, AVX-512, 256 rows of 49152 x 576). It gives a new tensor, so it runs over blocks of the vocabulary that
+stay in the cache until they are copied.
+"""
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
+
+VOCABULARY_BLOCK = 4096  # rows of the weight in one product on a CPU
 
 
 def compute_dtype(hidden: torch.Tensor) -> torch.dtype:
@@ -13,10 +23,48 @@ def compute_dtype(hidden: torch.Tensor) -> torch.dtype:
     return hidden.dtype
 
 
+@functools.cache
+def _inner_product() -> Any:
+    """oneDNN's a [M, K] b [N, K]^T for plain float32 tensors on a CPU, or None where this torch has none."""
+    op = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+    if op is None or not torch.backends.mkldnn.is_available():
+        return None
+    try:
+        product = op(torch.ones(2, 3), torch.ones(4, 3), None, "none", [], "")
+    except (RuntimeError, TypeError):
+        return None
+    return op if product.shape == (2, 4) and bool((product == 3).all()) else None
+
+
+def _use_inner_product(a: torch.Tensor) -> bool:
+    return (
+        a.dtype == torch.float32
+        and a.device.type == "cpu"
+        and a.numel() > 0
+        and bool(torch.backends.mkldnn.enabled)
+        and not torch.compiler.is_compiling()
+        and _inner_product() is not None
+    )
+
+
 def project(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
     """out [C, V] = hidden [C, H] weight [V, H]^T + bias [V]."""
+    if _use_inner_product(hidden):
+        product = _inner_product()
+        for start in range(0, weight.shape[0], VOCABULARY_BLOCK):
+            part = slice(start, start + VOCABULARY_BLOCK)
+            out[:, part] = product(hidden, weight[part], None if bias is None else bias[part], "none", [], "")
+        return out
     torch.mm(hidden, weight.t(), out=out)
     return out if bias is None else out.add_(bias)
+
+
+def hidden_gradient(d_logits: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    """out [C, H] = d_logits [C, V] weight [V, H]."""
+    if _use_inner_product(d_logits):
+        out.copy_(_inner_product()(d_logits, weight.t(), None, "none", [], ""))
+    else:
+        torch.mm(d_logits, weight, out=out)
 
 
 def add_weight_gradient(total: torch.Tensor, d_logits: torch.Tensor, hidden: torch.Tensor, fresh: bool) -> None:
@@ -30,11 +78,15 @@ def add_weight_gradient(total: torch.Tensor, d_logits: torch.Tensor, hidden: tor
         else:
             total.addmm_(d_logits.t(), hidden)
         return
-    product = torch.mm(d_logits.t(), hidden)
-    if fresh:
-        total.copy_(product)
-    else:
-        total.add_(product)
+    size = VOCABULARY_BLOCK if total.device.type == "cpu" else total.shape[0]
+    product = d_logits.new_empty((min(size, total.shape[0]), total.shape[1]))
+    for start in range(0, total.shape[0], size):
+        part = total[start : start + size]
+        torch.mm(d_logits[:, start : start + size].t(), hidden, out=product[: part.shape[0]])
+        if fresh:
+            part.copy_(product[: part.shape[0]])
+        else:
+            part.add_(product[: part.shape[0]])
 
 
 def add_bias_gradient(total: torch.Tensor, d_logits: torch.Tensor) -> None:

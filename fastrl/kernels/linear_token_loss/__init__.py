@@ -23,7 +23,7 @@ def row_kernels(*tensors: torch.Tensor) -> RowKernels:
     """The passes over logits for the device of these tensors."""
     if not use_triton(tensors):
         return REFERENCE
-    from ..linear_log_prob.kernel import TRITON  # type: ignore[import-not-found]
+    from ..linear_log_prob.kernel import TRITON
 
     return TRITON
 

@@ -98,7 +98,7 @@ def head_loss(
     weight_grad: torch.Tensor | None = None,
 ) -> HeadLoss:
     """Loss, row statistics and gradients of all chunks; see `fastrl.kernels.linear_token_loss`."""
-    count, size = head.labels.shape[0], chunk_size or kernels.chunk_rows
+    count, size = head.labels.shape[0], chunk_size or kernels.chunk_rows(head.hidden.dtype, head.weight.shape[0])
     rows = empty_statistics(count, head.hidden, want_entropy, want_sum_sq)
     parts = list(chunks(count, size))
     want_gradient = any(needs) or weight_grad is not None

@@ -34,9 +34,10 @@ def logits_loss(
     groups = as_row_groups(logits)
     written = None if gradient is None else gradient.view(groups.shape)  # contiguous, or strided like the logits
     rows = empty_statistics(labels.shape[0], logits, want_entropy, want_sum_sq)
+    size = chunk_size or kernels.chunk_rows(logits.dtype, logits.shape[-1])
     width, losses, stats = groups.shape[1], [], []
     for index in range(groups.shape[0]):
-        for part in chunks(width, chunk_size or kernels.chunk_rows):
+        for part in chunks(width, size):
             whole = slice(index * width + part.start, index * width + part.stop)
             temperature = None if options.temperature is None else options.temperature.reshape(-1)[whole]
             mine, chosen = rows.rows(whole), options._replace(temperature=temperature)
