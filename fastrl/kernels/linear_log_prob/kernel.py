@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import torch
 
 from ..log_prob.kernel import gradient_of_rows_triton, statistics_of_rows_triton
-from ..log_prob.reference import RowStatistics
 from .chunks import RowKernels
 from .reference import linear_log_prob_backward_reference, linear_log_prob_reference
 
@@ -22,11 +21,6 @@ def _chunk_rows(dtype: torch.dtype, vocabulary: int) -> int:
 TRITON = RowKernels(statistics_of_rows_triton, gradient_of_rows_triton, _chunk_rows)
 
 
-def linear_log_prob_triton(*args: Any) -> RowStatistics:
-    """Same arguments and results as `linear_log_prob_reference`."""
-    return linear_log_prob_reference(*args, TRITON)
-
-
-def linear_log_prob_backward_triton(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Same arguments and results as `linear_log_prob_backward_reference`."""
-    return linear_log_prob_backward_reference(*args, TRITON)
+# the ops' arguments and results are those of the reference
+linear_log_prob_triton = partial(linear_log_prob_reference, kernels=TRITON)
+linear_log_prob_backward_triton = partial(linear_log_prob_backward_reference, kernels=TRITON)

@@ -19,7 +19,7 @@ def _row_sums(
     STRIDED: tl.constexpr, CAPPED: tl.constexpr, ENTROPY: tl.constexpr, SQUARES: tl.constexpr,
     DEPTH: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """(max f, sum 2^t, sum 2^t t, sum 4^t) of columns below `end`, 0 or the vocabulary: full tiles, then a masked one."""
+    """(max f, sum 2^t, sum 2^t t, sum 4^t) of the columns below `end`: full tiles, then a masked one."""
     top = tl.full([1, WIDTH], NEVER, tl.float32)
     total = tl.zeros([1, WIDTH], tl.float32)
     weighted = tl.zeros([1, WIDTH], tl.float32)
@@ -164,7 +164,7 @@ def weighted_kernel(
     width, group_stride, row_stride, stride, vocabulary, number, top, inner, ignore,
     PER_ROW: tl.constexpr, STRIDED: tl.constexpr, CAPPED: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """log_prob of a row, then d (weight log_prob) / d logits in the logits' place: its second read is from the cache."""
+    """log_prob of a row, then d (weight log_prob) / d logits in the logits' place, read again from the cache."""
     r = tl.program_id(0)
     label = tl.load(labels + r).to(tl.int64)
     ignored = label == ignore
@@ -223,7 +223,8 @@ def statistics_of_rows_triton(
     with on_device_of(logits):
         statistics_kernel[(count,)](
             groups, labels.reshape(-1).contiguous(), temperature, *out, groups.shape[1],
-            group_stride, row_stride, stride, vocabulary, *numbers, ENTROPY=out.entropy.numel() == count, SQUARES=out.sum_sq.numel() == count,
+            group_stride, row_stride, stride, vocabulary, *numbers,
+            ENTROPY=out.entropy.numel() == count, SQUARES=out.sum_sq.numel() == count,
             **_flags(options, stride), **config,
         )  # fmt: skip
     return out

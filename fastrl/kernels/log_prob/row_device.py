@@ -55,7 +55,7 @@ def tanh(x):
 
 @triton.jit
 def add_tile(f, scale, top, total, weighted, squares, ENTROPY: tl.constexpr, SQUARES: tl.constexpr):
-    """Online sums [1, WIDTH] with a tile added: maximum of f, sums of e = 2^t, e t and e^2, with t = scale (f - top)."""
+    """Online sums [1, WIDTH] with a tile added: maximum of f, sums of e = 2^t, e t and e^2; t = scale (f - top)."""
     high = tl.maximum(top, tl.max(f, axis=0, keep_dims=True))
     # a thread that has seen -inf only has sums of 0: any finite base will do
     base = tl.where(high == NEVER, 0.0, high)
