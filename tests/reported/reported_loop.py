@@ -156,6 +156,9 @@ class ScriptedGenerator:
             out.append(ScoredSample(**(vars(one) | {"score": self.scores[prompt.prompt_id]})))
         return out
 
+    def record_rewards(self, metrics: Metrics) -> None:
+        """Nothing was scored here."""
+
 
 def eval_accuracy(i: dict[str, Any]) -> dict[str, Any]:
     prompts = PromptSet([prompt_of([1], k) for k in range(len(i["scores"]))], name="case")
@@ -251,7 +254,7 @@ def bf16_update(i: dict[str, Any]) -> dict[str, Any]:
         module.parts[0].grad = torch.full((1,), -math.copysign(1.0, i["update"]))
         optimizer.step()
         low = low + torch.tensor(i["update"], dtype=torch.bfloat16)
-    return {"master_fp32": float(module.parts[0]), "pure_bf16": float(low)}
+    return {"master_fp32": float(module.parts[0].detach()), "pure_bf16": float(low)}
 
 
 def resume_steps(i: dict[str, Any]) -> dict[str, Any]:
@@ -281,9 +284,9 @@ def resume_lr(i: dict[str, Any]) -> dict[str, Any]:
 
     def update(module: Weights, optimizer: Optimizer) -> float:
         module.parts[0].grad = torch.ones(1)
-        before = float(module.parts[0])
+        before = float(module.parts[0].detach())
         optimizer.step()
-        return before - float(module.parts[0])  # what the weight moved by: the rate that was really used
+        return before - float(module.parts[0].detach())  # what the weight moved by: the rate that was really used
 
     module, optimizer = fresh()
     for _ in range(i["saved_after_updates"]):
