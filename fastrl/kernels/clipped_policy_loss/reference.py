@@ -18,11 +18,12 @@ from ..dispatch import accumulate_dtype
 from ..ragged import bool_mask
 
 LIMIT = 20.0  # of the log ratio
+INFINITY = float("inf")
 STATS = ("clip_high", "clip_low", "clip_dual", "k1", "k3", "ratio")
 
 
 class Terms(NamedTuple):
-    """Per-token quantities, each [T]; `slope` is d loss / d log_prob."""
+    """Per-token quantities, each [T]; `slope` is d loss / d log_prob, the clip_* are bool."""
 
     loss: torch.Tensor
     slope: torch.Tensor
@@ -44,26 +45,35 @@ def policy_terms(
     max_ratio: float,
 ) -> Terms:
     """Loss, slope and statistics of each token; all [T] of one dtype."""
-    zero = torch.zeros_like(log_prob)
     raw = log_prob - old_log_prob
     log_ratio = raw.clamp(-LIMIT, LIMIT)
-    ratio = log_ratio.exp()
-    held = (raw.abs() > LIMIT) | (ratio > max_ratio)
-    plain = -advantages * ratio.clamp(max=max_ratio)
-    clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    excess = torch.expm1(log_ratio)
+    ratio = excess + 1
+    pull = advantages.neg()
+    negative = advantages < 0
+    slope = pull * ratio
+    plain = slope if max_ratio == INFINITY else pull * ratio.clamp(max=max_ratio)
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high).mul_(pull)
     cut = plain < clipped
     loss = torch.where(cut, clipped, plain)
-    slope = torch.where(cut | held, zero, -advantages * ratio)
-    bound = -advantages * dual_clip if dual_clip != float("inf") else torch.full_like(zero, float("inf"))
-    dual = (advantages < 0) & (loss > bound)
+    # outside the clamp (where raw and log_ratio differ; a NaN is no case of it) and above the cap nothing moves
+    stopped = cut | (raw.abs() > LIMIT)
+    if max_ratio != INFINITY:
+        stopped |= ratio > max_ratio
+    dual = torch.zeros_like(cut)
+    if dual_clip != INFINITY:
+        bound = pull.mul_(dual_clip)
+        dual = negative & (loss > bound)
+        loss = torch.where(dual, bound, loss)
+        stopped |= dual
     return Terms(
-        loss=torch.where(dual, bound, loss),
-        slope=torch.where(dual, zero, slope),
-        clip_high=(cut & (advantages > 0)).to(loss.dtype),
-        clip_low=(cut & (advantages < 0)).to(loss.dtype),
-        clip_dual=dual.to(loss.dtype),
-        k1=-log_ratio,
-        k3=torch.expm1(log_ratio) - log_ratio,  # ratio - 1 - log ratio loses every digit near 1
+        loss=loss,
+        slope=slope.masked_fill(stopped, 0.0),
+        clip_high=cut & (advantages > 0),
+        clip_low=cut & negative,
+        clip_dual=dual,
+        k1=log_ratio.neg(),
+        k3=excess.sub_(log_ratio),  # ratio - 1 - log ratio loses every digit near 1
         ratio=ratio,
     )
 
@@ -94,7 +104,8 @@ def clipped_policy_loss_reference(
     zero = torch.zeros((), dtype=dtype, device=log_prob.device)
 
     def flat(x: torch.Tensor) -> torch.Tensor:
-        return torch.where(inside, x.reshape(-1).to(dtype), zero)
+        x = x.reshape(-1).to(dtype)
+        return x if mask is None else torch.where(inside, x, zero)
 
     terms = policy_terms(
         flat(log_prob), flat(old_log_prob), flat(advantages), clip_low, clip_high, dual_clip, max_ratio
@@ -104,13 +115,17 @@ def clipped_policy_loss_reference(
         w = flat(weights)
         loss, slope = loss * w, slope * w
     if per_token:
-        stats = torch.where(inside, torch.stack(terms[2:]), zero).reshape(len(STATS), *log_prob.shape)
+        stats = torch.stack([x.to(dtype) for x in terms[2:]])
+        if mask is not None:
+            stats = torch.where(inside, stats, zero)
+        stats = stats.reshape(len(STATS), *log_prob.shape)
         gradient = slope.reshape(log_prob.shape) if want_gradient else slope.new_empty(0)
         return loss.reshape(log_prob.shape), stats, gradient
     count = inside.sum().to(dtype)
-    means = torch.where(inside, torch.stack(terms[2:]), zero).sum(1) / count.clamp(min=1)
-    largest = torch.cat([torch.where(inside, terms.ratio, zero), zero.reshape(1)]).amax()
-    stats = torch.cat([means, largest.reshape(1), count.reshape(1)])
+    sums = torch.stack([x.sum().to(dtype) for x in terms[2:]])
+    sums[-1] -= log_prob.numel() - count  # a masked token has log-ratio 0: all else is 0 there, its ratio 1
+    largest = (terms.ratio * inside).amax() if log_prob.numel() else zero
+    stats = torch.cat([sums / count.clamp(min=1), largest.reshape(1), count.reshape(1)])
     if scale is None:
         total = loss.sum() / count.clamp(min=1)
     else:
