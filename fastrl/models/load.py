@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from fastrl.errors import ModelError
 from fastrl.models.attention import IMPLEMENTATION
+from fastrl.models.cpu import use_onednn
 from fastrl.models.double import KeepDouble
 from fastrl.models.head import trunk
 from fastrl.models.training_layout import choose_attention
@@ -93,6 +94,8 @@ def prepare_model(
     model.set_attn_implementation(IMPLEMENTATION)
     setattr(model, "fastrl_attention", attention)  # noqa: B010
     disable_dropout(model)
+    if model.device.type == "cpu":
+        use_onednn(trunk(model))
     model.eval()
     if gradient_checkpointing:
         double = model.dtype == torch.float64  # such models recompute in float64 too

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import embedding, linear, pad, rms_norm, silu
 from transformers import PreTrainedModel
 
+from fastrl.models.cpu import OneDnnLinear
 from fastrl.models.head import HeadParameters, cap_logits, head_of, trunk
 from fastrl.rollout.layouts import DecodeLayout, PackedPrompts, PrefillLayout
 from fastrl.rollout.runner import Runner
@@ -228,7 +229,7 @@ def why_not_plain(model: PreTrainedModel) -> str | None:
         if (module._forward_hooks or module._forward_pre_hooks) and not isinstance(module, FSDPModule):
             return f"{name or 'the model'} has forward hooks"
         last = name.rpartition(".")[2]
-        if last.endswith("_proj") and type(module) is not nn.Linear:
+        if last.endswith("_proj") and type(module) not in (nn.Linear, OneDnnLinear):
             return f"{name} is {type(module).__name__}, not a plain linear layer"
         if last == "act_fn" and type(module).__name__ not in ("SiLU", "SiLUActivation"):
             return f"the activation is {type(module).__name__}"
