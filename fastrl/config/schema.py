@@ -21,7 +21,7 @@ class ModelConfig(Section):
     tokenizer_path: str | None = Field(None, description="folder or hub name of the tokenizer; null takes it from model.path")
     chat_template: str | None = Field(None, description="file with a Jinja chat template that replaces the tokenizer's own; null keeps it")
     trust_remote_code: bool = Field(False, description="run Python code that a model folder or hub repository brings along")
-    attention: Literal["auto", "sdpa", "flash", "varlen"] = Field("auto", description="attention implementation; auto picks flash-attn, torch varlen or SDPA, in this order, by what the device and the installation offer")
+    attention: Literal["auto", "flash", "varlen", "sdpa", "tiled"] = Field("auto", description="attention of the training passes; auto picks flash-attn, torch varlen or SDPA on a GPU, by type and installation, and tiles of matrix products on a CPU")
     gradient_checkpointing: bool = Field(False, description="recompute each layer's activations in the backward pass instead of keeping them")
 
 

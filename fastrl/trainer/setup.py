@@ -17,6 +17,7 @@ from fastrl.algorithms.kl import AdaptiveKL, FixedKL
 from fastrl.algorithms.registry import Entry, check_options, get_advantage, get_correction, get_policy_loss
 from fastrl.config.schema import Config
 from fastrl.data.prompts import PromptCursor, PromptSet, load_prompts
+from fastrl.models.cpu import keep_heap
 from fastrl.models.load import load_critic, load_model, load_tokenizer, stop_token_ids
 from fastrl.rewards import RewardPool
 from fastrl.rollout.engine import Engine, SamplingParams
@@ -50,6 +51,8 @@ def build(
         torch.set_num_threads(config.run.num_threads)
     seed_everything(config.run.seed)
     plan, device, dtype = make_plan(config), resolve_device(config.run.device), compute_dtype(config.run.dtype)
+    if device.type == "cpu":
+        keep_heap()
     m = config.model
     tokenizer = load_tokenizer(
         m.tokenizer_path or m.path,
