@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from head_scenarios import HEAD_SCENARIOS
 
 from fastrl.kernels.aggregation.kernel import (
     aggregate_backward_triton,
@@ -127,4 +128,4 @@ SCENARIOS = {
     for f in (
         scan, scan_short, scan_long, groups, stats, whiten, policy_loss, value_loss, kl, aggregation, mismatch, packing,
     )
-}  # fmt: skip
+} | HEAD_SCENARIOS  # fmt: skip

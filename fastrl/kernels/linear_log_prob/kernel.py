@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from ..log_prob.kernel import gradient_of_rows_triton, statistics_of_rows_triton
+from ..log_prob.kernel import gradient_of_rows_triton, statistics_of_rows_triton, weighted_rows_triton
 from .chunks import RowKernels
 from .reference import linear_log_prob_backward_reference, linear_log_prob_reference
 
@@ -18,7 +18,7 @@ def _chunk_rows(dtype: torch.dtype, vocabulary: int) -> int:
     return min(max(LOGITS_IN_CHUNK // vocabulary // 256 * 256, ROWS[0]), ROWS[1])
 
 
-TRITON = RowKernels(statistics_of_rows_triton, gradient_of_rows_triton, _chunk_rows)
+TRITON = RowKernels(statistics_of_rows_triton, gradient_of_rows_triton, weighted_rows_triton, _chunk_rows)
 
 
 # the ops' arguments and results are those of the reference

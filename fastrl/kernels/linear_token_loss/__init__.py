@@ -14,7 +14,7 @@ from ..linear_log_prob.gemm import compute_dtype
 from ..log_prob import LogProbs
 from ..log_prob.arguments import check_logit_options, check_temperature
 from ..log_prob.reference import RowOptions
-from .reference import TokenLossFn, head_loss
+from .reference import TokenLoss, head_loss
 
 _OP = "linear_token_loss"
 
@@ -88,6 +88,20 @@ def _graph_is_retained() -> bool:
     return query is not None and bool(query())
 
 
+def check_token_loss(op: str, token_loss_fn: Any, labels: torch.Tensor) -> TokenLoss:
+    """The callback, or weights as [N].
+
+    Raises:
+        ValueError: it is neither a function nor a float tensor like labels.
+    """
+    if isinstance(token_loss_fn, torch.Tensor):
+        check_tensor(op, "token_loss_fn", token_loss_fn, shape=labels.shape, device=labels.device)
+        return token_loss_fn.detach().reshape(-1)
+    if not callable(token_loss_fn):
+        raise ValueError(f"{op}: token_loss_fn = {token_loss_fn!r}: a function or a tensor of weights is needed")
+    return token_loss_fn
+
+
 def multiply_upstream(gradient: torch.Tensor, upstream: torch.Tensor, inplace: bool) -> torch.Tensor:
     """gradient times upstream [], without waiting for a GPU."""
     # reading the number is free on a CPU, and a pass over a weight's gradient is not; on a GPU it would stop the stream
@@ -115,7 +129,7 @@ def linear_token_loss(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     labels: torch.Tensor,
-    token_loss_fn: TokenLossFn,
+    token_loss_fn: TokenLoss,
     *,
     bias: torch.Tensor | None = None,
     temperature: float | torch.Tensor = 1.0,
@@ -140,7 +154,8 @@ def linear_token_loss(
         labels: [N] integer, the sampled tokens.
         token_loss_fn: called as (log_prob [C], entropy [C] or None, slice of the N rows); returns the loss [C], masked,
             weighted and scaled already, or (loss [C], {name: statistic [C]}). Any torch code; it runs with autograd on
-            log_prob and entropy. What else it uses gets no gradient.
+            log_prob and entropy. What else it uses gets no gradient. A float tensor of weights [N] in its place means
+            the loss weights x log_prob, known beforehand: statistics and gradient are then one pass over the logits.
         bias: [V] float or None.
         temperature: positive number, or [N] float; no gradient flows to it.
         want_entropy: give entropy to the callback and in the result.
@@ -161,8 +176,7 @@ def linear_token_loss(
         RuntimeError: in a second backward through the same call.
     """
     check_head(_OP, hidden, weight, labels, bias, chunk_size)
-    if not callable(token_loss_fn):
-        raise ValueError(f"{_OP}: token_loss_fn = {token_loss_fn!r}: a function is needed")
+    token_loss = check_token_loss(_OP, token_loss_fn, labels)
     check_label_values(_OP, labels, weight.shape[0], ignore_index)
     per_row, number = check_temperature(_OP, temperature, labels.shape, hidden.device)
     scale, softcap = check_logit_options(_OP, logit_scale, logit_softcap)
@@ -178,7 +192,7 @@ def linear_token_loss(
         head = make_head(hidden, weight, bias, labels, options, dtype)
     run = _Run(
         head=head,
-        token_loss_fn=token_loss_fn,
+        token_loss=token_loss,
         kernels=row_kernels(hidden, weight),
         weight_dtype=weight.dtype,
         want_entropy=want_entropy,

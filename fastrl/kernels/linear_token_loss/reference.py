@@ -13,9 +13,10 @@ import torch
 
 from ..linear_log_prob.chunks import Gradients, Head, RowKernels, chunks, dead_rows, logits_buffer
 from ..linear_log_prob.gemm import project
-from ..log_prob.reference import RowStatistics, empty_statistics
+from ..log_prob.reference import RowOptions, RowStatistics, empty_statistics
 
 TokenLossFn = Callable[[torch.Tensor, "torch.Tensor | None", slice], Any]
+TokenLoss = TokenLossFn | torch.Tensor  # or weights [N]: the loss is weights x log_prob
 
 
 class ChunkLoss(NamedTuple):
@@ -86,9 +87,43 @@ def join_stats(parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {name: torch.cat([part[name] for part in parts]) for name in (parts[0] if parts else {})}
 
 
+def loss_of_rows(
+    op: str,
+    kernels: RowKernels,
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    options: RowOptions,
+    mine: RowStatistics,
+    token_loss: TokenLoss,
+    part: slice,
+    out: torch.Tensor | None,
+) -> ChunkLoss:
+    """Fill the statistics `mine` of rows `part` from their logits; with `out`, write the logits' gradient there."""
+    if isinstance(token_loss, torch.Tensor):
+        weights = token_loss[part]
+        if out is logits and not mine.entropy.numel() and not mine.sum_sq.numel():
+            kernels.weighted(logits, labels, options, weights, mine.log_prob)
+            return ChunkLoss(_weighted(weights, mine.log_prob).sum(), {}, weights, None)
+    kernels.statistics(logits, labels, options, mine)
+    entropy = mine.entropy if mine.entropy.numel() else None
+    function = _linear_loss(token_loss) if isinstance(token_loss, torch.Tensor) else token_loss
+    result = call_token_loss(op, function, mine.log_prob, entropy, part, out is not None)
+    if out is not None:
+        kernels.gradient(logits, labels, options, mine, result.grad_log_prob, result.grad_entropy, out)
+    return result
+
+
+def _weighted(weights: torch.Tensor, log_prob: torch.Tensor) -> torch.Tensor:
+    return torch.where(weights == 0, 0.0, weights.to(log_prob.dtype) * log_prob)  # 0 x -inf is 0 here
+
+
+def _linear_loss(weights: torch.Tensor) -> TokenLossFn:
+    return lambda log_prob, entropy, part: _weighted(weights[part], log_prob)
+
+
 def head_loss(
     head: Head,
-    token_loss_fn: TokenLossFn,
+    token_loss: TokenLoss,
     kernels: RowKernels,
     needs: tuple[bool, bool, bool],
     weight_dtype: torch.dtype,
@@ -108,15 +143,13 @@ def head_loss(
     for part in parts:
         chunk = head.chunk(part)
         logits = project(chunk.hidden, chunk.weight, chunk.bias, buffer[: chunk.labels.shape[0]])
-        mine = rows.rows(part)
-        kernels.statistics(logits, chunk.labels, chunk.options, mine)
-        entropy = mine.entropy if want_entropy else None
-        result = call_token_loss("linear_token_loss", token_loss_fn, mine.log_prob, entropy, part, want_gradient)
+        out = None if total is None else logits
+        result = loss_of_rows(
+            "linear_token_loss", kernels, logits, chunk.labels, chunk.options, rows.rows(part), token_loss, part, out
+        )
         losses.append(result.loss)
         stats.append(result.stats)
         if total is not None and result.grad_log_prob is not None:
-            g, h = result.grad_log_prob, result.grad_entropy
-            kernels.gradient(logits, chunk.labels, chunk.options, mine, g, h, logits)
-            total.add(part, chunk, logits, dead_rows(g, h))
+            total.add(part, chunk, logits, dead_rows(result.grad_log_prob, result.grad_entropy))
     loss = torch.stack(losses).sum() if losses else rows.log_prob.new_zeros(())
     return HeadLoss(loss, rows, join_stats(stats), total)

@@ -10,28 +10,47 @@ from .. import launch
 from ..checks import check_label_values
 from ..dispatch import on_device_of
 from .reference import RowOptions, RowStatistics, as_row_groups, empty_statistics
-from .row_device import NEVER, add_tile, column_offsets, gradient_tile, load_scores, merge_threads, tanh, tile_columns
+from .row_device import (
+    NEVER,
+    add_tile,
+    column_offsets,
+    columns_to_grid,
+    gradient_tile,
+    load_scores,
+    merge_threads,
+    tanh,
+    tile_columns,
+)
 
 
 @triton.jit
 def _row_sums(
-    row, stride, vocabulary, end, scale, inner,
-    STRIDED: tl.constexpr, CAPPED: tl.constexpr, ENTROPY: tl.constexpr, SQUARES: tl.constexpr,
-    DEPTH: tl.constexpr, WIDTH: tl.constexpr,
+    row, stride, end, scale, inner, STRIDED: tl.constexpr, SKEWED: tl.constexpr, CAPPED: tl.constexpr,
+    ENTROPY: tl.constexpr, SQUARES: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """(max f, sum 2^t, sum 2^t t, sum 4^t) of the columns below `end`: full tiles, then a masked one."""
+    """(max f, sum 2^t, sum 2^t t, sum 4^t) of the columns below `end`: full tiles, then a masked one.
+
+    A skewed row starts off the 16-byte grid: the few columns before the grid are a masked tile of their own, so that
+    the full tiles load 16 bytes at a time all the same.
+    """
     top = tl.full([1, WIDTH], NEVER, tl.float32)
     total = tl.zeros([1, WIDTH], tl.float32)
     weighted = tl.zeros([1, WIDTH], tl.float32)
     squares = tl.zeros([1, WIDTH], tl.float32)
+    if SKEWED:
+        skip = tl.minimum(columns_to_grid(row), end)
+        f = load_scores(row, tile_columns(0, DEPTH, WIDTH), stride, skip, inner, False, STRIDED, CAPPED)
+        top, total, weighted, squares = add_tile(f, scale, top, total, weighted, squares, ENTROPY, SQUARES)
+        row = tl.multiple_of(row + skip, 16)
+        end = end - skip
     full = end // (DEPTH * WIDTH)
     for i in range(full):
         columns = tile_columns(i * (DEPTH * WIDTH), DEPTH, WIDTH)
-        f = load_scores(row, columns, stride, vocabulary, inner, True, STRIDED, CAPPED)
+        f = load_scores(row, columns, stride, end, inner, True, STRIDED, CAPPED)
         top, total, weighted, squares = add_tile(f, scale, top, total, weighted, squares, ENTROPY, SQUARES)
     if full * (DEPTH * WIDTH) < end:
         columns = tile_columns(full * (DEPTH * WIDTH), DEPTH, WIDTH)
-        f = load_scores(row, columns, stride, vocabulary, inner, False, STRIDED, CAPPED)
+        f = load_scores(row, columns, stride, end, inner, False, STRIDED, CAPPED)
         top, total, weighted, squares = add_tile(f, scale, top, total, weighted, squares, ENTROPY, SQUARES)
     return merge_threads(scale, top, total, weighted, squares, ENTROPY, SQUARES)
 
@@ -65,8 +84,8 @@ def _label_score(row, label, stride, vocabulary, inner, CAPPED: tl.constexpr):
 def statistics_kernel(
     logits, labels, temperature, log_prob, entropy, sum_sq, row_max, log_sum,
     width, group_stride, row_stride, stride, vocabulary, number, top, inner, ignore,
-    PER_ROW: tl.constexpr, STRIDED: tl.constexpr, CAPPED: tl.constexpr, ENTROPY: tl.constexpr, SQUARES: tl.constexpr,
-    DEPTH: tl.constexpr, WIDTH: tl.constexpr,
+    PER_ROW: tl.constexpr, STRIDED: tl.constexpr, SKEWED: tl.constexpr, CAPPED: tl.constexpr, ENTROPY: tl.constexpr,
+    SQUARES: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One row a program: log_prob, entropy, sum of squares, max f and log2 S."""
     r = tl.program_id(0)
@@ -76,7 +95,7 @@ def statistics_kernel(
     scale = _row_scale(temperature, r, number, top, PER_ROW)
     end = tl.where(ignored, 0, vocabulary)  # an ignored row is not read
     high, total, weighted, squares = _row_sums(
-        row, stride, vocabulary, end, scale, inner, STRIDED, CAPPED, ENTROPY, SQUARES, DEPTH, WIDTH
+        row, stride, end, scale, inner, STRIDED, SKEWED, CAPPED, ENTROPY, SQUARES, DEPTH, WIDTH
     )
     picked = _label_score(row, tl.where(ignored, 0, label), stride, end, inner, CAPPED)
     lg = tl.log2(total)
@@ -103,9 +122,20 @@ def _clear_row(target, stride, vocabulary, STRIDED: tl.constexpr, DEPTH: tl.cons
 @triton.jit
 def _write_row(
     row, target, stride, target_stride, vocabulary, label, scale, high, constant, linear, at_label, inner,
-    STRIDED: tl.constexpr, CAPPED: tl.constexpr, ENTROPY: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
+    STRIDED: tl.constexpr, SKEWED: tl.constexpr, CAPPED: tl.constexpr, ENTROPY: tl.constexpr,
+    DEPTH: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Gradient of a row, last tile first: what a pass before this one read last is still in the cache."""
+    if SKEWED:  # `target` is as far off the grid as `row`
+        skip = tl.minimum(columns_to_grid(row), vocabulary)
+        columns = tile_columns(0, DEPTH, WIDTH)
+        f = load_scores(row, columns, stride, skip, inner, False, STRIDED, CAPPED)
+        d = gradient_tile(f, columns, label, scale, high, constant, linear, at_label, CAPPED, ENTROPY)
+        tl.store(target + columns, d.to(target.dtype.element_ty), mask=columns < skip)
+        row = tl.multiple_of(row + skip, 16)
+        target = tl.multiple_of(target + skip, 16)
+        label = label - skip
+        vocabulary = vocabulary - skip
     full = vocabulary // (DEPTH * WIDTH)
     if full * (DEPTH * WIDTH) < vocabulary:
         columns = tile_columns(full * (DEPTH * WIDTH), DEPTH, WIDTH)
@@ -125,7 +155,7 @@ def gradient_kernel(
     logits, out, labels, temperature, grad_log_prob, grad_entropy, entropy, row_max, log_sum,
     rows, width, group_stride, row_stride, stride, out_group_stride, out_row_stride, out_stride,
     vocabulary, number, top, inner, ignore,
-    PER_ROW: tl.constexpr, STRIDED: tl.constexpr, CAPPED: tl.constexpr, ENTROPY: tl.constexpr,
+    PER_ROW: tl.constexpr, STRIDED: tl.constexpr, SKEWED: tl.constexpr, CAPPED: tl.constexpr, ENTROPY: tl.constexpr,
     DEPTH: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One row a program, the last row first: d loss / d logits into `out`, which may be the logits."""
@@ -154,7 +184,7 @@ def gradient_kernel(
     else:
         _write_row(
             row, target, stride, out_stride, vocabulary, label, scale, tl.load(row_max + r),
-            constant, linear, g * outer, inner, STRIDED, CAPPED, ENTROPY, DEPTH, WIDTH,
+            constant, linear, g * outer, inner, STRIDED, SKEWED, CAPPED, ENTROPY, DEPTH, WIDTH,
         )  # fmt: skip
 
 
@@ -162,7 +192,8 @@ def gradient_kernel(
 def weighted_kernel(
     logits, labels, temperature, weights, log_prob,
     width, group_stride, row_stride, stride, vocabulary, number, top, inner, ignore,
-    PER_ROW: tl.constexpr, STRIDED: tl.constexpr, CAPPED: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
+    PER_ROW: tl.constexpr, STRIDED: tl.constexpr, SKEWED: tl.constexpr, CAPPED: tl.constexpr,
+    DEPTH: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """log_prob of a row, then d (weight log_prob) / d logits in the logits' place, read again from the cache."""
     r = tl.program_id(0)
@@ -172,7 +203,7 @@ def weighted_kernel(
     scale = _row_scale(temperature, r, number, top, PER_ROW)
     end = tl.where(ignored, 0, vocabulary)
     high, total, _weighted, _squares = _row_sums(
-        row, stride, vocabulary, end, scale, inner, STRIDED, CAPPED, False, False, DEPTH, WIDTH
+        row, stride, end, scale, inner, STRIDED, SKEWED, CAPPED, False, False, DEPTH, WIDTH
     )
     picked = _label_score(row, tl.where(ignored, 0, label), stride, end, inner, CAPPED)
     lg = tl.log2(total)
@@ -188,11 +219,11 @@ def weighted_kernel(
     else:
         _write_row(
             row, row, stride, stride, vocabulary, label, scale, high,
-            -g * tl.exp2(-lg) * outer, 0.0, g * outer, inner, STRIDED, CAPPED, False, DEPTH, WIDTH,
+            -g * tl.exp2(-lg) * outer, 0.0, g * outer, inner, STRIDED, SKEWED, CAPPED, False, DEPTH, WIDTH,
         )  # fmt: skip
 
 
-def _options(options: RowOptions, dtype: torch.dtype) -> tuple[torch.Tensor | None, tuple[float, float, float, int]]:
+def _options(options: RowOptions) -> tuple[torch.Tensor | None, tuple[float, float, float, int]]:
     """(temperature per row or None, (temperature, top, inner, ignore)) as the kernels take them."""
     rows = options.temperature
     rows = None if rows is None else rows.reshape(-1).to(torch.float32).contiguous()
@@ -201,10 +232,31 @@ def _options(options: RowOptions, dtype: torch.dtype) -> tuple[torch.Tensor | No
     return rows, (options.temperature_value, top, inner, options.ignore_index)
 
 
-def _flags(options: RowOptions, *strides: int) -> dict[str, bool]:
+def _strides(x: torch.Tensor) -> tuple[int, int, int]:
+    """Strides of [A, B, V]; 0 where there is one index only, whatever the tensor says there."""
+    group, row, column = x.stride()
+    return group if x.shape[0] > 1 else 0, row if x.shape[1] > 1 else 0, column
+
+
+def _address(x: torch.Tensor) -> int:
+    return 0 if x.device.type == "meta" else x.data_ptr()
+
+
+def _flags(options: RowOptions, logits: torch.Tensor, out: torch.Tensor | None = None) -> dict[str, bool]:
+    """`out`: where the gradient goes if not into the logits. See the kernels for what the flags change."""
+    group, row, column = _strides(logits)
+    strided = column != 1 or (out is not None and out.stride(2) != 1)
+    # rows that do not all start at multiples of 16 elements get no wide loads without the skewed path
+    skewed = not strided and (_address(logits) % 16 != 0 or group % 16 != 0 or row % 16 != 0)
+    if out is not None and skewed:
+        # the tiles of both have to reach the grid after the same number of columns
+        step = 16 // logits.element_size()
+        same = all((a - b) % step == 0 for a, b in zip((group, row), _strides(out)))
+        skewed = same and (_address(logits) - _address(out)) % 16 == 0
     return {
         "PER_ROW": options.temperature is not None,
-        "STRIDED": any(s != 1 for s in strides),
+        "STRIDED": strided,
+        "SKEWED": skewed,
         "CAPPED": bool(options.logit_softcap),
     }
 
@@ -214,18 +266,18 @@ def statistics_of_rows_triton(
 ) -> RowStatistics:
     """Same as `statistics_of_rows`, for logits [..., V] in any strides."""
     groups = as_row_groups(logits)
-    group_stride, row_stride, stride = groups.stride()
+    group_stride, row_stride, stride = _strides(groups)
     count, vocabulary = labels.numel(), logits.shape[-1]
     if count == 0:
         return out
-    temperature, numbers = _options(options, logits.dtype)
+    temperature, numbers = _options(options)
     config = launch.config("row_statistics", logits, vocabulary)
     with on_device_of(logits):
         statistics_kernel[(count,)](
             groups, labels.reshape(-1).contiguous(), temperature, *out, groups.shape[1],
             group_stride, row_stride, stride, vocabulary, *numbers,
             ENTROPY=out.entropy.numel() == count, SQUARES=out.sum_sq.numel() == count,
-            **_flags(options, stride), **config,
+            **_flags(options, groups), **config,
         )  # fmt: skip
     return out
 
@@ -241,20 +293,20 @@ def gradient_of_rows_triton(
 ) -> torch.Tensor:
     """Same as `gradient_of_rows`, for logits [..., V] in any strides."""
     groups = as_row_groups(logits)
-    group_stride, row_stride, stride = groups.stride()
+    group_stride, row_stride, stride = _strides(groups)
     written = out.view(groups.shape)
     count, vocabulary = labels.numel(), logits.shape[-1]
     if count == 0:
         return out
-    temperature, numbers = _options(options, logits.dtype)
+    temperature, numbers = _options(options)
     config = launch.config("row_gradient", logits, vocabulary)
     h = None if grad_entropy is None else grad_entropy.reshape(-1).contiguous()
     with on_device_of(logits):
         gradient_kernel[(count,)](
             groups, written, labels.reshape(-1).contiguous(), temperature, grad_log_prob.reshape(-1).contiguous(), h,
             statistics.entropy, statistics.row_max, statistics.log_sum, count, groups.shape[1],
-            group_stride, row_stride, stride, *written.stride(), vocabulary, *numbers,
-            ENTROPY=h is not None, **_flags(options, stride, written.stride(2)), **config,
+            group_stride, row_stride, stride, *_strides(written), vocabulary, *numbers,
+            ENTROPY=h is not None, **_flags(options, groups, written), **config,
         )  # fmt: skip
     return out
 
@@ -264,17 +316,17 @@ def weighted_rows_triton(
 ) -> None:
     """log_prob [N] of the rows, and d sum(weights log_prob) / d logits in the logits' place, in one launch."""
     groups = as_row_groups(logits)
-    group_stride, row_stride, stride = groups.stride()
+    group_stride, row_stride, stride = _strides(groups)
     count, vocabulary = labels.numel(), logits.shape[-1]
     if count == 0:
         return
-    temperature, numbers = _options(options, logits.dtype)
+    temperature, numbers = _options(options)
     config = launch.config("row_weighted", logits, vocabulary)
     with on_device_of(logits):
         weighted_kernel[(count,)](
             groups, labels.reshape(-1).contiguous(), temperature, weights.reshape(-1).contiguous(), log_prob,
             groups.shape[1], group_stride, row_stride, stride, vocabulary, *numbers,
-            **_flags(options, stride), **config,
+            **_flags(options, groups), **config,
         )  # fmt: skip
 
 

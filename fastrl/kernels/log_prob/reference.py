@@ -184,6 +184,22 @@ def gradient_of_rows(
     return out
 
 
+def weighted_of_rows(
+    logits: torch.Tensor, labels: torch.Tensor, options: RowOptions, weights: torch.Tensor, log_prob: torch.Tensor
+) -> None:
+    """log_prob [N] of logits [N, V], and d sum(weights log_prob) / d logits in the logits' place."""
+    count = logits.shape[0]
+    step = max(1, BLOCK_ELEMENTS // logits.shape[1])
+    for start in range(0, count, step):  # the second read of a block comes from the cache
+        part = slice(start, min(start + step, count))
+        rows, mine = logits[part], labels[part]
+        temperature = None if options.temperature is None else options.temperature.reshape(-1)[part]
+        chosen = options._replace(temperature=temperature)
+        found = statistics_of_rows(rows, mine, chosen, empty_statistics(mine.numel(), rows, False, False))
+        log_prob[part] = found.log_prob
+        gradient_of_rows(rows, mine, chosen, found, weights[part], None, rows)
+
+
 def log_prob_reference(
     logits: torch.Tensor,
     labels: torch.Tensor,

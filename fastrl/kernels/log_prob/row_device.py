@@ -29,6 +29,13 @@ def column_offsets(columns, stride, STRIDED: tl.constexpr):
 
 
 @triton.jit
+def columns_to_grid(row):
+    """Columns between the start of a row and the next multiple of 16 bytes."""
+    size: tl.constexpr = row.dtype.element_ty.primitive_bitwidth // 8
+    return (((16 - row.to(tl.int64) % 16) % 16) // size).to(tl.int32)
+
+
+@triton.jit
 def load_scores(
     row, columns, stride, vocabulary, inner, FULL: tl.constexpr, STRIDED: tl.constexpr, CAPPED: tl.constexpr
 ):

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ..checks import check_float, check_label_values, check_tensor
-from ..linear_token_loss import multiply_upstream, row_kernels, take_kept
-from ..linear_token_loss.reference import TokenLossFn
+from ..linear_token_loss import check_token_loss, multiply_upstream, row_kernels, take_kept
+from ..linear_token_loss.reference import TokenLoss
 from ..log_prob import LogProbs
 from ..log_prob.arguments import check_labels, check_logit_options, check_temperature
 from ..log_prob.reference import RowOptions, as_row_groups
@@ -59,7 +59,7 @@ def _gradient_room(logits: torch.Tensor, inplace: bool) -> torch.Tensor:
 def logits_token_loss(
     logits: torch.Tensor,
     labels: torch.Tensor,
-    token_loss_fn: TokenLossFn,
+    token_loss_fn: TokenLoss,
     *,
     inplace: bool = True,
     temperature: float | torch.Tensor = 1.0,
@@ -78,7 +78,8 @@ def logits_token_loss(
         logits: [..., V] float, any strides. With `inplace`, and where a gradient is needed, the gradient replaces
             them: an operation that saved them for its own backward then raises autograd's error.
         labels: [...] integer, the sampled tokens.
-        token_loss_fn: as in `linear_token_loss`, called with slices of the rows in the order of labels.reshape(-1).
+        token_loss_fn: as in `linear_token_loss`, called with slices of the rows in the order of labels.reshape(-1); or
+            weights [...].
         inplace: False leaves the logits alone and takes as much memory again. (Logits with overlapping elements are
             left alone anyway.)
         temperature: positive number, or [...] float; no gradient flows to it.
@@ -100,8 +101,7 @@ def logits_token_loss(
     if logits.dim() == 0 or logits.shape[-1] == 0:
         raise ValueError(f"{_OP}: logits has shape {list(logits.shape)}: [..., V] with V >= 1 is needed")
     check_labels(_OP, labels, logits.shape[:-1], logits.device)
-    if not callable(token_loss_fn):
-        raise ValueError(f"{_OP}: token_loss_fn = {token_loss_fn!r}: a function is needed")
+    token_loss = check_token_loss(_OP, token_loss_fn, labels)
     if chunk_size is not None:
         check_float(_OP, "chunk_size", chunk_size, low=1)
     if getattr(logits, _CONSUMED, None) == logits._version:
@@ -115,7 +115,7 @@ def logits_token_loss(
     def run() -> LogitsLoss:
         with torch.no_grad(), torch.autocast(logits.device.type, enabled=False):
             return logits_loss(
-                detached, labels.reshape(-1), token_loss_fn, options, row_kernels(logits), gradient,
+                detached, labels.reshape(-1), token_loss, options, row_kernels(logits), gradient,
                 want_entropy, want_sum_sq, chunk_size or 0,
             )  # fmt: skip
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from ..linear_log_prob.chunks import RowKernels, chunks
-from ..linear_token_loss.reference import TokenLossFn, call_token_loss, join_stats
+from ..linear_token_loss.reference import TokenLoss, join_stats, loss_of_rows
 from ..log_prob.reference import RowOptions, RowStatistics, as_row_groups, empty_statistics
 
 
@@ -22,7 +22,7 @@ class LogitsLoss(NamedTuple):
 def logits_loss(
     logits: torch.Tensor,
     labels: torch.Tensor,
-    token_loss_fn: TokenLossFn,
+    token_loss: TokenLoss,
     options: RowOptions,
     kernels: RowKernels,
     gradient: torch.Tensor | None,
@@ -33,6 +33,7 @@ def logits_loss(
     """Loss of logits [..., V] with labels [N]; `gradient`, like logits or logits itself, receives their gradient."""
     groups = as_row_groups(logits)
     written = None if gradient is None else gradient.view(groups.shape)  # contiguous, or strided like the logits
+    in_place = written is not None and written.data_ptr() == groups.data_ptr()
     rows = empty_statistics(labels.shape[0], logits, want_entropy, want_sum_sq)
     size = chunk_size or kernels.chunk_rows(logits.dtype, logits.shape[-1])
     width, losses, stats = groups.shape[1], [], []
@@ -41,15 +42,12 @@ def logits_loss(
             whole = slice(index * width + part.start, index * width + part.stop)
             temperature = None if options.temperature is None else options.temperature.reshape(-1)[whole]
             mine, chosen = rows.rows(whole), options._replace(temperature=temperature)
-            kernels.statistics(groups[index, part], labels[whole], chosen, mine)
-            entropy = mine.entropy if want_entropy else None
-            result = call_token_loss(
-                "logits_token_loss", token_loss_fn, mine.log_prob, entropy, whole, gradient is not None
+            rows_of_chunk = groups[index, part]
+            out = None if written is None else rows_of_chunk if in_place else written[index, part]
+            result = loss_of_rows(
+                "logits_token_loss", kernels, rows_of_chunk, labels[whole], chosen, mine, token_loss, whole, out
             )
             losses.append(result.loss)
             stats.append(result.stats)
-            if written is not None and result.grad_log_prob is not None:
-                g, h = result.grad_log_prob, result.grad_entropy
-                kernels.gradient(groups[index, part], labels[whole], chosen, mine, g, h, written[index, part])
     loss = torch.stack(losses).sum() if losses else rows.log_prob.new_zeros(())
     return LogitsLoss(loss, rows, join_stats(stats))
