@@ -176,6 +176,13 @@ def test_few_micro_batches():
     assert sorted(m.num_rows for m in pack(batch, max_tokens=10)) == [10, 10]
 
 
+def test_budgets_hold_to_the_row():
+    """3 rows each, budget 8: two together, never three."""
+    batch = batch_of([([g * 10, g * 10 + 1, g * 10 + 2], [[99]]) for g in range(5)])
+    assert [m.num_rows for m in pack(batch, max_tokens=8)] == [6, 6, 3]
+    assert [m.num_rows for m in pack(batch, max_tokens=9)] == [9, 6]
+
+
 def test_wrong_arguments():
     with pytest.raises(DataError, match="prompt 0 of the batch has no tokens"):
         pack(batch_of([([], [[1]])]), max_tokens=10)
