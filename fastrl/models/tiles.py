@@ -1,8 +1,8 @@
 """Exact attention in plain matrix products over tiles of a packed stream, with its own backward.
 
 A tile is a run of query rows that read the same earlier rows (a prompt, say) and, under a mask, each other: several
-short branches of the prefix tree, or a slice of a long one. Scores of one tile exist at a time and are made again in
-the backward pass:
+short branches of the prefix tree, or a slice of a long one. Scores of one tile exist at a time; the backward pass
+makes them again, but for short rows:
 
     P = softmax(cap(scaling Q K^T) + mask),   O = P V
     dV = P^T dO,  dS = P * (dO V^T - rowsum(P * dO V^T)),  dQ = scaling dS K,  dK = scaling dS^T Q
@@ -23,6 +23,7 @@ Range = tuple[int, int]  # rows [first, end)
 Segment = tuple[int, int, tuple[Range, ...]]  # rows [start, end), after the keys of the rows in its prefix
 
 SHORT_ROWS = 64  # branches share a tile up to so many rows: fewer, larger products (measured on the CPU)
+KEPT_KEYS = 4  # probabilities of a tile are kept for the backward pass up to so many keys per head dimension
 LONG_ROWS = 256  # a longer segment is cut: bounds the scores in memory and the products above the diagonal
 
 
@@ -220,10 +221,9 @@ class _TiledAttention(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, settings: _Settings
     ) -> Tensor:
-        ctx.save_for_backward(query, key, value, sinks)
-        ctx.settings = settings
         num_key_heads, repeats = key.shape[1], query.shape[1] // key.shape[1]
         out = value.new_empty(query.shape[2], num_key_heads, repeats, value.shape[3])
+        kept: list[Tensor | None] = []
         with torch.autocast(query.device.type, enabled=False):
             operands = _Operands.of(query, key, value, sinks, settings)
             for i, tile in enumerate(settings.plan.tiles):
@@ -231,30 +231,36 @@ class _TiledAttention(torch.autograd.Function):
                 probabilities, _ = operands.probabilities(settings, i, q, k)
                 rows = torch.bmm(probabilities[..., : tile.num_keys].to(v.dtype), v)
                 out[tile.start : tile.stop] = rows.unflatten(1, (-1, repeats)).transpose(0, 1)
+                small = tile.num_keys <= KEPT_KEYS * q.shape[-1] and settings.softcap is None
+                kept.append(probabilities if small and any(ctx.needs_input_grad) else None)
+        ctx.save_for_backward(operands.query, operands.key, operands.value, operands.sinks, *kept)
+        ctx.settings = settings
         return out.view(1, query.shape[2], -1, value.shape[3])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, sinks = ctx.saved_tensors
+        query, key, value, sinks, *kept = ctx.saved_tensors
         with torch.autocast(query.device.type, enabled=False):
-            return (*_gradients(query, key, value, sinks, grads[0], ctx.settings), None)
+            return (*_gradients(_Operands(query, key, value, sinks), kept, grads[0], ctx.settings), None)
 
 
 def _gradients(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, grad: Tensor, settings: _Settings
+    operands: _Operands, kept: Sequence[Tensor | None], grad: Tensor, settings: _Settings
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    num_key_heads, repeats = key.shape[1], query.shape[1] // key.shape[1]
-    operands = _Operands.of(query, key, value, sinks, settings)
-    num_rows = query.shape[2]
-    grad_out = grad.view(num_rows, num_key_heads, repeats, -1).transpose(0, 1).contiguous()  # [Hkv, U, R, Dv]
-    grad_query = query.new_empty(num_rows, num_key_heads, repeats, query.shape[3])
-    grad_key, grad_value = key.new_zeros(key.shape[1:]), value.new_zeros(value.shape[1:])
-    grad_sinks = None if sinks is None else sinks.new_zeros(num_key_heads, repeats)
+    """Gradients of query [1, Hq, U, D], key [1, Hkv, U, D], value [1, Hkv, U, Dv] and sinks [Hq]."""
+    num_key_heads, num_rows, repeats, dim = operands.query.shape
+    grad_out = grad.reshape(num_rows, num_key_heads, repeats, -1).transpose(0, 1).contiguous()  # [Hkv, U, R, Dv]
+    grad_query = operands.query.new_empty(num_rows, num_key_heads, repeats, dim)
+    grad_key = operands.key.new_zeros(num_key_heads, num_rows, dim)
+    grad_value = operands.value.new_zeros(num_key_heads, num_rows, operands.value.shape[-1])
+    grad_sinks = None if operands.sinks is None else operands.sinks.new_zeros(num_key_heads, repeats)
     for i, tile in enumerate(settings.plan.tiles):
         q, k, v = operands.tile(settings, i)
         g = grad_out[:, tile.start : tile.stop].flatten(1, 2)
-        p, capped = operands.probabilities(settings, i, q, k)
+        p, capped = kept[i], None
+        if p is None:
+            p, capped = operands.probabilities(settings, i, q, k)
         tile_grad_value = torch.bmm(p[..., : tile.num_keys].to(g.dtype).transpose(1, 2), g)
         grad_p = torch.bmm(g, v.transpose(1, 2)).to(p.dtype)
         if grad_sinks is not None:
@@ -274,5 +280,5 @@ def _gradients(
                 total[:, first:end] += part[:, place : place + end - first]
                 place += end - first
     grad_query *= settings.scaling
-    shaped = grad_query.view(num_rows, -1, query.shape[3]).transpose(0, 1)[None]
+    shaped = grad_query.view(num_rows, -1, dim).transpose(0, 1)[None]
     return shaped, grad_key[None], grad_value[None], None if grad_sinks is None else grad_sinks.flatten()
