@@ -55,7 +55,7 @@ def every_target_for_one_case():
             yield from (pytest.param(name, t, marks=pytest.mark.slow) for t in ("cuda:80", "cuda:100"))
 
 
-@pytest.mark.parametrize(("name", "target"), every_target_for_one_case())
+@pytest.mark.parametrize(("name", "target"), list(every_target_for_one_case()))
 def test_statistics_and_gradient(name, target):
     vocabulary, dtype, temperature, softcap = CASES[name]
     generator = torch.Generator().manual_seed(5)

@@ -19,6 +19,7 @@ from ..log_prob.reference import (
     statistics_of_rows,
     weighted_of_rows,
 )
+from ..pages import large_pages
 from .gemm import add_bias_gradient, add_weight_gradient, hidden_gradient, project
 
 # Rows of logits that exist at a time on a CPU. The shorter dtypes pay for each chunk's sum into a float32 d weight.
@@ -69,7 +70,9 @@ def make_head(
     """The operands cast to the compute dtype (a weight in another dtype is copied once for all chunks)."""
     if not hidden.is_contiguous():
         hidden = hidden.contiguous()
-    return Head(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), labels, options)
+    if weight.dtype != dtype:
+        weight = large_pages(torch.empty_like(weight, dtype=dtype, memory_format=torch.contiguous_format)).copy_(weight)
+    return Head(hidden.to(dtype), weight, None if bias is None else bias.to(dtype), labels, options)
 
 
 def chunks(count: int, size: int) -> Iterator[slice]:
@@ -83,7 +86,7 @@ def logits_buffer(head: Head, size: int) -> torch.Tensor:
     """Room for the logits of the largest chunk; rows start at multiples of 16 elements, for wide loads."""
     rows = max((part.stop - part.start for part in chunks(head.labels.shape[0], size)), default=0)
     vocabulary = head.weight.shape[0]
-    return head.hidden.new_empty((rows, -(-vocabulary // 16) * 16))[:, :vocabulary]
+    return large_pages(head.hidden.new_empty((rows, -(-vocabulary // 16) * 16)))[:, :vocabulary]
 
 
 class Gradients:
@@ -108,8 +111,9 @@ class Gradients:
             # one chunk needs no sum: it is rounded to the weight's dtype once, like a sum in float32 would be
             exact = head.weight.dtype if chunk_count <= 1 and weight_dtype == head.weight.dtype else None
             dtype = exact or accumulate_dtype(head.weight)
-            make = torch.empty if chunk_count else torch.zeros
-            into = make((vocabulary, size), dtype=dtype, device=head.weight.device)
+            into = large_pages(torch.empty((vocabulary, size), dtype=dtype, device=head.weight.device))
+            if not chunk_count:
+                into.zero_()
         self.weight = into
         self.bias = (
             torch.zeros(vocabulary, dtype=accumulate_dtype(head.weight), device=head.weight.device)
