@@ -124,17 +124,11 @@ def kl_terms(subject: Subject) -> Iterator[Finding]:
             yield error(f"algorithm.{key}", text=entry.replace("algorithm.kl_loss_kind", f"algorithm.{key}"))
         if f"algorithm.{key}" in subject.set_keys and coef == 0:
             yield no_effect(f"algorithm.{key}", f"algorithm.{key.replace('kind', 'coef')} = 0")
-    if algorithm.kl_reward_kind == "full":
-        text = "algorithm.kl_reward_kind = full: the KL in the reward is taken per sampled token; use k1, abs, k2 or k3"
-        yield error("algorithm.kl_reward_kind", text=text)
-    if algorithm.kl_unbiased and algorithm.kl_loss_kind == "full":
-        yield error(
-            "algorithm.kl_unbiased",
-            "algorithm.kl_loss_kind",
-            text="algorithm.kl_unbiased corrects an estimate from sampled tokens, which "
-            "algorithm.kl_loss_kind = full is not: switch one of them off",
-        )
-    elif algorithm.kl_unbiased and algorithm.kl_loss_coef == 0:
+    for key, coef in (("kl_loss_kind", algorithm.kl_loss_coef), ("kl_reward_kind", algorithm.kl_reward_coef)):
+        if getattr(algorithm, key) == "full" and coef > 0:
+            text = f"algorithm.{key} = full needs both models' logits, which are never kept: use k1, abs, k2, k3 or k3+"
+            yield error(f"algorithm.{key}", text=text)
+    if algorithm.kl_unbiased and algorithm.kl_loss_coef == 0:
         yield no_effect("algorithm.kl_unbiased", "algorithm.kl_loss_coef = 0")
     if algorithm.kl_controller == "adaptive" and algorithm.kl_reward_coef == 0:
         text = "algorithm.kl_controller = adaptive starts from algorithm.kl_reward_coef, which is 0: set it above 0"

@@ -17,7 +17,7 @@ from fastrl.algorithms.registry import Entry
 from fastrl.algorithms.token_rewards import kl_in_reward, place_scores
 from fastrl.data.batch import FinishReason, RolloutBatch
 from fastrl.dist.collectives import all_reduce_sum
-from fastrl.kernels import kl_divergence, whiten
+from fastrl.kernels import whiten
 from fastrl.trainer.metrics import Metrics
 from fastrl.trainer.normalizers import gather_own, reduce_one, sequence_sums
 
@@ -32,7 +32,7 @@ class AdvantageStage:
     options: dict[str, Any]
     whiten: bool
     kl_controller: FixedKL
-    kl_kind: str = "k1"
+    kl: Entry  # estimator of the KL in the reward
     correction: Entry | None = None
     correction_options: dict[str, Any] = field(default_factory=dict)
     overlong_masking: bool = False
@@ -72,7 +72,7 @@ class AdvantageStage:
         rewards = placed
         beta = self.kl_controller.value
         if beta > 0:
-            kl = kl_divergence(batch.need("old_log_prob"), batch.need("ref_log_prob"), kind=self.kl_kind)
+            kl = self.kl.call({"log_prob": batch.need("old_log_prob"), "ref_log_prob": batch.need("ref_log_prob")})
             rewards = kl_in_reward(placed, kl, batch.response_mask, beta=beta)
             per_sequence = sequence_sums(torch.where(batch.response_mask, kl, torch.zeros_like(kl)), batch)
             lengths = sequence_sums(batch.response_mask, batch).clamp(min=1)

@@ -208,8 +208,8 @@ class Trainer:
         rows = self.parts.actor.log_prob(batch, flatten(packed), **want)
         return batch.with_(old_log_prob=rows["log_prob"], old_entropy=rows.get("entropy"), sum_sq=rows.get("sum_sq"))
 
-    def members(self, batch: RolloutBatch, sequences: Tensor, mask: Tensor) -> OptimizerBatch:
-        """An optimizer batch with its scale from counts over all ranks."""
+    def members(self, batch: RolloutBatch, sequences: Tensor, mask: Tensor, update: int = 0) -> OptimizerBatch:
+        """An optimizer batch, the `update`-th made from this rollout, with its scale from counts over all ranks."""
         a = self.config.algorithm
         factor = a.loss_scale_factor or float(self.config.rollout.max_response_tokens)
         return optimizer_batch(
@@ -219,6 +219,8 @@ class Trainer:
             loss_agg_mode=self.plan.loss_agg_mode,
             loss_scale_factor=factor,
             entropy_coef=self.parts.entropy.value,
+            num_updates_before=update,
+            version=self.version,
         )
 
     def update_critic(self, batch: RolloutBatch, packed: Packed) -> None:
@@ -238,8 +240,8 @@ class Trainer:
         actor, mask = self.parts.actor, batch.need("loss_mask")
         first = torch.full_like(batch.need("advantages"), float("nan"))
         for epoch in range(self.plan.epochs_per_batch):
-            for sequences, micro_batches in packed:
-                chosen, members = mask, self.members(batch, sequences, mask)
+            for number, (sequences, micro_batches) in enumerate(packed, epoch * len(packed)):
+                chosen, members = mask, self.members(batch, sequences, mask, number)
                 if self.plan.selection and members.num_tokens:
                     members, chosen = select_tokens(self, members, micro_batches, mask, actor.optimizer.updates)
                 if not members.num_tokens:

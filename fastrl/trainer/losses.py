@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastrl.algorithms.kl import unbiased_kl
 from fastrl.algorithms.registry import Entry
 from fastrl.data.batch import RolloutBatch
-from fastrl.kernels import kl_divergence
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class LossSettings:
 
     policy_loss: Entry
     options: dict[str, Any]
-    kl_kind: str = "k3"
+    kl: Entry | None = None  # estimator of the KL to the reference; None without such a term
     kl_coef: float = 0.0
     kl_unbiased: bool = False
     correction: Callable[..., Any] | None = (
@@ -42,6 +42,8 @@ class OptimizerBatch:
     scale: Tensor  # [T] float, aggregation scale of the token's sequence, 0 where masked or not a member
     num_tokens: int = 1  # tokens in the loss, all ranks
     entropy_coef: float = 0.0
+    num_updates_before: int = 0  # updates already made from this rollout batch
+    version: int = 0  # weight updates that the engine has been given
     selection: Tensor | None = None  # [T] bool or float, made by a batch-level loss before its first forward
 
 
@@ -81,19 +83,27 @@ def token_terms(
     data["rollout_weight"] = weight
     if members.selection is not None:
         data["selection"] = members.selection[index]
+    if "staleness" in settings.policy_loss.data:
+        data["staleness"] = staleness(members)[index]
     result = settings.policy_loss.call(data, settings.options)
     loss = result.loss if weight is None or "rollout_weight" in settings.policy_loss.data else result.loss * weight
     stats |= result.stats | movement(log_prob.detach(), old)
-    if settings.kl_coef > 0:
-        kl = kl_divergence(log_prob, batch.need("ref_log_prob")[index], kind=settings.kl_kind)
-        if settings.kl_unbiased:
-            kl = kl * (log_prob - old).clamp(-20, 20).exp()
+    if settings.kl is not None:
+        kl = settings.kl.call({"log_prob": log_prob, "ref_log_prob": batch.need("ref_log_prob")[index]})
+        kl = unbiased_kl(kl, log_prob, old) if settings.kl_unbiased else kl
         loss = loss + settings.kl_coef * kl
         stats["kl"] = kl.detach()
     if entropy is not None and members.entropy_coef:
         loss = loss - members.entropy_coef * entropy
     scaled = torch.where(mask, loss * scale, torch.zeros_like(loss))
     return scaled, {name: value.detach() for name, value in stats.items()}
+
+
+def staleness(members: OptimizerBatch) -> Tensor:
+    """Policy updates between the sampling of each token and now: [T] int64."""
+    batch = members.batch
+    behind = members.version - batch.policy_version + members.num_updates_before
+    return behind[batch.sequence_index]
 
 
 def movement(log_prob: Tensor, old_log_prob: Tensor) -> dict[str, Tensor]:

@@ -40,6 +40,8 @@ def optimizer_batch(
     loss_agg_mode: str,
     loss_scale_factor: float | None,
     entropy_coef: float = 0.0,
+    num_updates_before: int = 0,
+    version: int = 0,
     selection: Tensor | None = None,
 ) -> OptimizerBatch:
     """The members `sequences` [K] with their per-token scale under `mask` [T].
@@ -62,6 +64,8 @@ def optimizer_batch(
         scale=scale,
         num_tokens=int(all_lengths.sum()),
         entropy_coef=entropy_coef,
+        num_updates_before=num_updates_before,
+        version=version,
         selection=selection,
     )
 

@@ -65,7 +65,7 @@ def select_tokens(
     quantile = trainer.config.algorithm.entropy_quantile
     if quantile is not None:
         mask = top_entropy_mask(rows["entropy"], members.scale != 0, quantile, reduce=reduce_one)
-        members = trainer.members(batch, members.sequences, mask)
+        members = trainer.members(batch, members.sequences, mask, members.num_updates_before)
         trainer.metrics.add("policy/entropy_kept_fraction", mask.sum(), batch.need("loss_mask").sum())
     if settings.policy_loss.select is not None:
         data: dict[str, Any] = {name: getattr(batch, name, None) for name in settings.policy_loss.data}

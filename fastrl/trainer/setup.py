@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastrl.algorithms.kl import AdaptiveKL, FixedKL
-from fastrl.algorithms.registry import Entry, check_options, get_advantage, get_correction, get_policy_loss
+from fastrl.algorithms.registry import Entry, check_options, get_advantage, get_correction, get_kl, get_policy_loss
 from fastrl.config.schema import Config
 from fastrl.data.prompts import PromptCursor, PromptSet, load_prompts
 from fastrl.models.cpu import keep_heap
@@ -303,7 +303,7 @@ def advantage_stage(config: Config) -> AdvantageStage:
         options=options,
         whiten=estimator.whitens(options),
         kl_controller=controller,
-        kl_kind=a.kl_reward_kind,
+        kl=get_kl(a.kl_reward_kind),
         correction=None if a.correction == "none" else correction,
         correction_options=check_options(correction, a.correction_options),
         overlong_masking=a.overlong_masking,
@@ -318,7 +318,7 @@ def loss_settings(config: Config) -> LossSettings:
     return LossSettings(
         policy_loss=loss,
         options=options_of(loss, a.policy_loss_options, config),
-        kl_kind=a.kl_loss_kind,
+        kl=get_kl(a.kl_loss_kind) if a.kl_loss_coef > 0 else None,
         kl_coef=a.kl_loss_coef,
         kl_unbiased=a.kl_unbiased,
         correction=token_correction(config),

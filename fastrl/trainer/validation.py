@@ -11,6 +11,7 @@ import torch
 from fastrl.algorithms.evaluation import evaluate
 from fastrl.data.prompts import PromptSet
 from fastrl.dist.collectives import all_gather_object
+from fastrl.rewards.answers import last_number, marked_answer
 from fastrl.rollout.engine import SamplingParams
 from fastrl.trainer.generation import Generator, ScoredSample
 from fastrl.trainer.metrics import Metrics
@@ -40,12 +41,14 @@ class Validator:
         return samples
 
 
-Row = tuple[int, str, float, bool, int, bool]  # group, data source, score, valid, length, truncated
+Row = tuple[int, str, float, bool, int, bool, str]  # group, data source, score, valid, length, truncated, answer
 
 
 def summary(s: ScoredSample) -> Row:
     """What the figures need of one sample."""
-    return s.group_id, s.prompt.data_source, s.score, s.valid, len(s.sample.token_ids), s.sample.finish_reason == 1
+    answer = marked_answer(s.text) or last_number(s.text) or s.text.strip()
+    reason = s.sample.finish_reason
+    return s.group_id, s.prompt.data_source, s.score, s.valid, len(s.sample.token_ids), reason == 1, answer
 
 
 def record(rows: Sequence[Row], metrics: Metrics) -> None:
@@ -54,21 +57,21 @@ def record(rows: Sequence[Row], metrics: Metrics) -> None:
     metrics.set("val/mean", mean_over_prompts(rows))
     metrics.set("val/prompts", len({group for group, *_ in rows}))
     metrics.set("val/samples", len(rows))
-    metrics.set("val/unscorable", sum(not valid for _, _, _, valid, _, _ in rows))
+    metrics.set("val/unscorable", sum(not row[3] for row in rows))
     metrics.set("val/length/mean", sum(r[4] for r in rows) / max(len(rows), 1))
     metrics.set("val/truncated_fraction", sum(r[5] for r in rows) / max(len(rows), 1))
     for source in sources:
         own = [row for row in rows if row[1] == source]
         groups = torch.tensor([row[0] for row in own])
         scores = torch.tensor([row[2] if row[3] else math.nan for row in own], dtype=torch.float64)
-        for name, value in evaluate(scores, groups).items():
+        for name, value in evaluate(scores, groups, [row[6] for row in own]).items():
             metrics.set(f"val/{source or 'all'}/{name}", value)
 
 
 def mean_over_prompts(rows: Sequence[Row]) -> float:
     """Mean over prompts of the mean over their scorable samples; NaN when there is none."""
     totals: dict[int, tuple[float, int]] = {}
-    for group, _, score, valid, _, _ in rows:
+    for group, _, score, valid, *_ in rows:
         if valid:
             total, count = totals.get(group, (0.0, 0))
             totals[group] = (total + score, count + 1)

@@ -21,6 +21,7 @@ OTHERS = [
     ["algorithm.kl_loss_coef=0.1", "algorithm.kl_unbiased=true"],
     ["algorithm.kl_reward_coef=0.1", "algorithm.kl_controller=adaptive"],
     ["algorithm.dynamic_sampling=true"],
+    ["algorithm.policy_loss=decoupled", "algorithm.policy_loss_options={proximal: loglinear}"],
     ["algorithm.advantage=gae", "algorithm.pf_ppo_mode=pow"],
     ["algorithm.advantage=gae", "algorithm.advantage_options={bootstrap_truncated: true}"],
     ["reward.overlong_buffer_tokens=4"],

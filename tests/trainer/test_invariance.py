@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny_models import ragged_batch, tiny_model
 
-from fastrl.algorithms.registry import check_options, get_correction, get_policy_loss, list_policy_losses
+from fastrl.algorithms.registry import check_options, get_correction, get_kl, get_policy_loss, list_policy_losses
 from fastrl.data.packing import pack
 from fastrl.models.attention import IMPLEMENTATION
 from fastrl.trainer.actor import Actor
@@ -48,7 +48,7 @@ def batch_with_everything(dtype):
 def settings_of(name, correction):
     loss = get_policy_loss(name)
     options = check_options(loss, OPTIONS.get(name, {}))
-    return LossSettings(policy_loss=loss, options=options, kl_coef=0.1, correction=None)
+    return LossSettings(policy_loss=loss, options=options, kl=get_kl("k3"), kl_coef=0.1, correction=None)
 
 
 def gradient(name, mode, dtype, *, max_tokens, share, reverse=False, correction=False):
