@@ -1,8 +1,8 @@
 """Run the kernel tests against several versions of Triton: `python scripts/triton_versions.py [--versions 3.6.0]`.
 
 Each version is installed without its dependencies into a folder of its own (kept under --folder), and the tests run
-with that folder in front of the environment's packages. Only tests that compile, emulate or interpret kernels run. Triton
-3.6's interpreter cannot work with NumPy 2.4 and newer, so it gets an older NumPy beside it.
+with that folder in front of the environment's packages. Only tests that compile, emulate or interpret kernels run.
+Triton 3.6's interpreter cannot work with NumPy 2.4 and newer, so it gets an older NumPy beside it.
 """
 
 from __future__ import annotations

@@ -33,7 +33,8 @@ _TABLE = re.compile(r"(\$?[\w$]+):\s*\.branchtargets\s+(.*)", re.S)
 def _statements(body: str):
     """Yield labels (ending in ':') and statements; inline-asm scopes and directives are dropped."""
     held = ""
-    for raw in body.splitlines():
+    # newer compilers put the label of a branch table on a line of its own
+    for raw in re.sub(r":\s*\n\s*(\.branchtargets)", r": \1", body).splitlines():
         line = raw.split("//")[0].strip()
         if not line or (not held and line.startswith(".")):
             continue
