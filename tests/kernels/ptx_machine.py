@@ -418,7 +418,8 @@ class Cta:
             high, low = (self.number(o, "f32").astype(np.float16).view(U16).astype(U32) for o in step.operands[1:3])
             return self.put(step.operands[0], (high << U32(16)) | low, active)
         if target == "bf16":
-            return self.put(step.operands[0], bf16_bits(self.number(step.operands[1], "f32")), active)
+            wide = self.number(step.operands[1], source).astype(np.float32)
+            return self.put(step.operands[0], bf16_bits(wide), active)
         if source == "bf16":
             return self.put(step.operands[0], self.widened(step.operands[1], "bf16"), active)
         x = self.number(step.operands[1], source)
