@@ -5,9 +5,9 @@ Both leave the mathematics alone: float32 stays float32, only the order of addit
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
+import os
 import sys
 from typing import Any
 
@@ -15,23 +15,48 @@ import torch
 from torch import Tensor, nn
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # glibc's names for mallopt
+_MADV_HUGEPAGE = 14
+_LARGE_PAGE = 2**21
 
 
 def keep_heap() -> bool:
-    """Tell the allocator to keep freed memory instead of handing it back to the system and faulting it in again.
+    """Tell the allocator to keep freed memory, and the system to back it with large pages where it may.
 
-    A training step frees and asks for the same gigabytes of activations and gradients every time; without this a tenth
-    of the step goes into page faults. Memory between steps stays at its peak.
+    A training step frees and asks for the same gigabytes of activations and gradients every time. Handed back and
+    faulted in again page by page they cost a twentieth of a step, the lookups of small pages nearly as much. Peak
+    memory is the same; memory between steps stays at the peak. Call it before models are loaded.
 
     Returns:
-        whether the C library took both settings (False outside glibc).
+        whether the C library took the settings (False outside glibc).
     """
     if not sys.platform.startswith("linux"):
         return False
-    with contextlib.suppress(OSError, AttributeError):
-        mallopt = ctypes.CDLL(None).mallopt
-        return bool(mallopt(_M_MMAP_MAX, 0) and mallopt(_M_TRIM_THRESHOLD, -1))
-    return False
+    try:
+        libc = ctypes.CDLL(None)
+        kept = bool(libc.mallopt(_M_MMAP_MAX, 0) and libc.mallopt(_M_TRIM_THRESHOLD, -1))
+    except (OSError, AttributeError):
+        return False
+    if kept:
+        _ask_for_large_pages(libc)
+    return kept
+
+
+@functools.cache
+def _ask_for_large_pages(libc: Any) -> bool:
+    """Grow the heap by half of the memory, untouched, and mark that part; what is freed stays marked."""
+    libc.malloc.restype = libc.sbrk.restype = ctypes.c_void_p
+    libc.malloc.argtypes, libc.free.argtypes = [ctypes.c_size_t], [ctypes.c_void_p]
+    libc.sbrk.argtypes = [ctypes.c_ssize_t]
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    block = libc.malloc(size)
+    if not block:
+        return False  # a limit on address space
+    end = libc.sbrk(0)
+    libc.free(block)
+    first = -(-block // _LARGE_PAGE) * _LARGE_PAGE
+    length = (end - first) // _LARGE_PAGE * _LARGE_PAGE
+    return length > 0 and block + size <= end and libc.madvise(first, length, _MADV_HUGEPAGE) == 0
 
 
 @functools.cache
