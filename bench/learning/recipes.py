@@ -2,8 +2,8 @@
 
     python bench/learning/recipes.py [--steps 60] [--seed 0] [--out docs/runs/recipes.md] [NAME ...]
 
-Each recipe runs in a process of its own, one after another, one thread; the table has the held-out score (greedy) before
-and after, the reward of the first and last five steps, and the seconds it took.
+Each recipe runs in a process of its own, one after another, one thread; the table has the held-out score (greedy)
+before and after, the reward of the first and last five steps, and the seconds it took.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NAMES = (
-    "ppo", "grpo", "dapo", "dr_grpo", "rloo", "reinforce_pp", "remax", "opo", "gspo", "cispo", "sapo", "gmpo", "clip_cov",
-    "kl_cov",
+    "ppo", "grpo", "dapo", "dr_grpo", "rloo", "reinforce_pp", "remax", "opo", "gspo", "cispo", "sapo", "gmpo",
+    "clip_cov", "kl_cov",
 )  # fmt: skip
 
 
@@ -53,8 +53,8 @@ def table(rows: dict[str, dict[str, float]], steps: int, seed: int) -> str:
     lines = [
         "# Recipes on the embedded task",
         "",
-        f"`python bench/learning/recipes.py --steps {steps} --seed {seed}`: one thread; held-out score is greedy, reward is of",
-        "sampled responses (means of the first and last five steps; shaping included where a recipe has it).",
+        f"`python bench/learning/recipes.py --steps {steps} --seed {seed}`: one thread; the held-out score is greedy, the",
+        "reward is of sampled responses (means of the first and last five steps, with shaping where a recipe has it).",
         "",
         "| recipe | held out before | after | reward first 5 | last 5 | seconds |",
         "|---|---|---|---|---|---|",
