@@ -53,8 +53,8 @@ def table(rows: dict[str, dict[str, float]], steps: int, seed: int) -> str:
     lines = [
         "# Recipes on the embedded task",
         "",
-        f"`python bench/learning/recipes.py --steps {steps} --seed {seed}`: one thread; the held-out score is greedy, the",
-        "reward is of sampled responses (means of the first and last five steps, with shaping where a recipe has it).",
+        f"`python bench/learning/recipes.py --steps {steps} --seed {seed}`: one thread. The held-out score is greedy;",
+        "rewards are of sampled responses (means of the first and last five steps, with shaping where there is some).",
         "",
         "| recipe | held out before | after | reward first 5 | last 5 | seconds |",
         "|---|---|---|---|---|---|",
