@@ -97,6 +97,7 @@ class Generation:
     def step(self) -> list[Running]:
         """Admit what fits, then one token for every running sample. Returns the finished samples."""
         finished = self._admit()
+        assert self.active or finished or not self.queue, "space was reserved and never given back"
         if self.active:
             positions = self.layout.begin()
             hidden = self.runner.hidden(self.pending, positions, self.layout)

@@ -1,9 +1,10 @@
 """A second forward pass for plain decoders (Llama, Qwen2, Qwen3, Mistral), equal to the model's own, faster on a CPU.
 
 Queries, keys and values come from one product, gate and up from another, and the weights of every product are kept in
-oneDNN's blocked layout, which for 4 to 64 rows is 1.4 to 2 times as fast as the plain one. Those copies cost the size
-of the parameters while generating; `release` frees them. Where oneDNN cannot (float64, other devices) the model's own
-tensors are read in place. Sharded parameters are gathered once per update instead of once per token.
+oneDNN's blocked layout, which for 4 to 64 rows is 1.4 to 1.7 times as fast as MKL on the plain one. Those copies cost
+the size of the parameters while generating; `release` frees them, and where few passes are expected none are made.
+Where oneDNN cannot (float64, other devices) the model's own tensors are read in place by the usual products. Sharded
+parameters are gathered once per update instead of once per token.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from fastrl.rollout.runner import Runner
 _PLAIN = frozenset(["LlamaModel", "Qwen2Model", "Qwen3Model", "MistralModel"])
 _PACK_ROWS = 32  # the number of rows oneDNN chooses its layout for; the layout then serves any number
 _LEAST_ROWS = 4  # fewer rows are filled up: oneDNN takes a slower path below this
-_PAYBACK_PASSES = 6  # packing costs what it saves in 4 to 8 passes of 4 to 32 rows (docs/decisions/002)
+_PAYBACK_PASSES = 8  # packing costs what it saves in about 6 passes (docs/decisions/002-embedded-generation.md)
 _PACKED_DTYPES = (torch.float32, torch.bfloat16)
 
 Product = Callable[[Tensor], Tensor]  # x [M, I] -> x W^T + b [M, O]
@@ -179,14 +180,31 @@ class PlainDecoder:
         parts = [_whole(w).to(self.dtype) for w in weights]
         offsets = [None if b is None else _whole(b).to(self.dtype) for b in biases]
         if self.packs:
-            bias = torch.cat([b for b in offsets if b is not None]) if offsets[0] is not None else None
-            operator = torch.ops.mkldnn._linear_pointwise.default
-            joined = parts[0] if len(parts) == 1 else torch.cat(parts)
-            packed = torch.ops.mkldnn._reorder_linear_weight(joined.contiguous(), _PACK_ROWS)
-            return lambda x: operator(x, packed, bias, "none", [], "")
+            return PackedProduct(parts, offsets)
+        one = _onednn_linear if self.can_pack else linear
         if len(parts) == 1:
-            return lambda x: linear(x, parts[0], offsets[0])
-        return lambda x: torch.cat([linear(x, w, b) for w, b in zip(parts, offsets)], dim=-1)
+            return lambda x: one(x, parts[0], offsets[0])
+        return lambda x: torch.cat([one(x, w, b) for w, b in zip(parts, offsets)], dim=-1)
+
+
+class PackedProduct:
+    """x -> the x W_i^T + b_i side by side; the blocked copy is made at the first call."""
+
+    def __init__(self, parts: list[Tensor], offsets: list[Tensor | None]) -> None:
+        self.parts, self.packed = parts, None
+        self.bias = None if offsets[0] is None else torch.cat([b for b in offsets if b is not None])
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.packed is None:
+            joined = self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts)
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(joined.contiguous(), _PACK_ROWS)
+            self.parts = []
+        return _onednn_linear(x, self.packed, self.bias)
+
+
+def _onednn_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+    """x [M, I] weight^T + bias; weight [O, I], plain or packed. On plain float32 ones still faster than MKL."""
+    return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
