@@ -6,6 +6,7 @@ import torch
 
 from fastrl.kernels.log_prob.kernel import gradient_of_rows_triton, statistics_of_rows_triton, weighted_rows_triton
 from fastrl.kernels.log_prob.reference import RowOptions, empty_statistics
+from fastrl.kernels.scale_kernel import scale_in_place
 
 LARGE, SMALL = 151936, 8192  # columns on both sides of the table's limit
 PLAIN, EVERY = RowOptions(), RowOptions(torch.empty(64, device="meta"), 1.0, 0.5, 30.0)
@@ -54,4 +55,9 @@ def head_weighted():
     weighted_rows_triton(logits, labels, EVERY, out.row_max, out.log_prob)
 
 
-HEAD_SCENARIOS = {f.__name__: f for f in (head_statistics, head_gradient, head_skewed, head_weighted)}
+def head_scaling():
+    for dtype in (torch.bfloat16, torch.float32):
+        scale_in_place(torch.empty((4096, 4096), dtype=dtype, device="meta"), torch.empty((), device="meta"))
+
+
+HEAD_SCENARIOS = {f.__name__: f for f in (head_scaling, head_statistics, head_gradient, head_skewed, head_weighted)}

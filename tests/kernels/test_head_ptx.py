@@ -13,6 +13,7 @@ from kernel_target import on_target
 from fastrl.kernels import linear_log_prob, linear_token_loss, log_prob, logits_token_loss
 from fastrl.kernels.log_prob.kernel import gradient_of_rows_triton, statistics_of_rows_triton, weighted_rows_triton
 from fastrl.kernels.log_prob.reference import RowOptions, RowStatistics, empty_statistics
+from fastrl.kernels.scale_kernel import scale_in_place
 
 pytestmark = pytest.mark.skipif(TRITON, reason="the interpreter process cannot compile")
 
@@ -169,6 +170,24 @@ def test_the_main_loop_moves_its_bytes_in_16_byte_accesses(kind):
     assert wide >= (0.95 - tail) * sum(moved.values()), dict(moved)
 
 
+@pytest.mark.parametrize(
+    ("count", "dtype"), [(3 * 4096 + 77, torch.bfloat16), (4096, torch.float32), (5, torch.float32)]
+)
+def test_scaling_moves_nothing_for_a_factor_of_one(count, dtype):
+    x = torch.randn(count).to(dtype)
+    before = x.clone()
+    with on_target(MAIN) as record:
+        scale_in_place(x, torch.tensor(1.0))
+        scale_in_place(x, torch.tensor(-0.5))
+    assert torch.equal(x, (before.float() * -0.5).to(dtype))
+    assert sum((record[0].loads + record[0].stores).values()) == 4 * record[0].grid[0]
+    moved = record[1].loads + record[1].stores
+    if count >= 4096:
+        assert sum(n for width, n in moved.items() if width >= 16) >= 0.95 * (count // 4096 * 4096 / count) * sum(
+            moved.values()
+        )
+
+
 def test_the_head_end_to_end():
     generator = torch.Generator().manual_seed(8)
     make = lambda *shape: torch.randn(shape, generator=generator).requires_grad_()  # noqa: E731
@@ -190,7 +209,7 @@ def test_the_head_end_to_end():
         again = torch.autograd.grad(loss, (hidden, weight, bias))
         direct, _, _ = logits_token_loss(logits, labels, fn, **options)
         (d_logits,) = torch.autograd.grad(direct, logits)
-    assert {entry.kernel for entry in record} == {"statistics_kernel", "gradient_kernel"}
+    assert {entry.kernel for entry in record} == {"statistics_kernel", "gradient_kernel", "scale_kernel"}
     close(loss, want_loss)
     close(direct, want_loss)
     for first, second, expected in zip(grads, again, want_grads, strict=True):

@@ -192,9 +192,8 @@ def test_weights_in_place_of_a_function(want_entropy):
     for got, expected in zip(torch.autograd.grad(loss, (hidden, weight, bias)), want_grads):
         close(got, expected, 3e-6)
     with torch.no_grad():
-        assert torch.equal(
-            linear_token_loss(hidden, weight, labels, weights.float(), bias=bias)[1].log_prob, rows.log_prob
-        )
+        again = linear_token_loss(hidden, weight, labels, weights.float(), bias=bias)[1]
+    close(again.log_prob, rows.log_prob, 1e-6)
 
 
 def test_loss_that_does_not_depend_on_the_model():

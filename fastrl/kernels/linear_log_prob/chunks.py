@@ -22,8 +22,15 @@ from ..log_prob.reference import (
 from ..pages import large_pages
 from .gemm import add_bias_gradient, add_weight_gradient, hidden_gradient, project
 
-# Rows of logits that exist at a time on a CPU. The shorter dtypes pay for each chunk's sum into a float32 d weight.
-CHUNK_ROWS = {torch.float64: 128, torch.float32: 256, torch.bfloat16: 512, torch.float16: 512}
+# Bytes of logits that exist at a time on a CPU: 256 rows of 49152 in float32, 512 in bfloat16 (which pays for each
+# chunk's sum into a float32 d weight); more rows of a smaller vocabulary
+CHUNK_BYTES = 48 << 20
+FEWEST_ROWS = 64
+
+
+def chunk_rows_cpu(dtype: torch.dtype, vocabulary: int) -> int:
+    """Rows of a chunk, as many as fit in the memory that the logits of one may take."""
+    return max(CHUNK_BYTES // (dtype.itemsize * vocabulary), FEWEST_ROWS)
 
 
 class RowKernels(NamedTuple):
@@ -32,7 +39,7 @@ class RowKernels(NamedTuple):
     statistics: Callable[..., RowStatistics] = statistics_of_rows
     gradient: Callable[..., torch.Tensor] = gradient_of_rows
     weighted: Callable[..., None] = weighted_of_rows
-    chunk_rows: Callable[[torch.dtype, int], int] = lambda dtype, vocabulary: CHUNK_ROWS[dtype]
+    chunk_rows: Callable[[torch.dtype, int], int] = chunk_rows_cpu
 
 
 REFERENCE = RowKernels()

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 VOCABULARY_BLOCK = 4096  # rows of the weight in one product on a CPU
+LEAST_WORK = 1 << 28  # multiplications; below, torch.mm's shorter start wins
 
 
 def compute_dtype(hidden: torch.Tensor) -> torch.dtype:
@@ -36,11 +37,11 @@ def _inner_product() -> Any:
     return op if product.shape == (2, 4) and bool((product == 3).all()) else None
 
 
-def _use_inner_product(a: torch.Tensor) -> bool:
+def _use_inner_product(a: torch.Tensor, weight: torch.Tensor) -> bool:
     return (
         a.dtype == torch.float32
         and a.device.type == "cpu"
-        and a.numel() > 0
+        and a.shape[0] * weight.numel() >= LEAST_WORK
         and bool(torch.backends.mkldnn.enabled)
         and not torch.compiler.is_compiling()
         and _inner_product() is not None
@@ -49,7 +50,7 @@ def _use_inner_product(a: torch.Tensor) -> bool:
 
 def project(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
     """out [C, V] = hidden [C, H] weight [V, H]^T + bias [V]."""
-    if _use_inner_product(hidden):
+    if _use_inner_product(hidden, weight):
         product = _inner_product()
         for start in range(0, weight.shape[0], VOCABULARY_BLOCK):
             part = slice(start, start + VOCABULARY_BLOCK)
@@ -61,10 +62,23 @@ def project(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 
 def hidden_gradient(d_logits: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
     """out [C, H] = d_logits [C, V] weight [V, H]."""
-    if _use_inner_product(d_logits):
+    if _use_inner_product(d_logits, weight):
         out.copy_(_inner_product()(d_logits, weight.t(), None, "none", [], ""))
     else:
         torch.mm(d_logits, weight, out=out)
+
+
+@functools.cache
+def _sums_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
+    """True when a GPU's matrix product adds products of a short dtype to a float32 total, tried once on small ones."""
+    if device.type != "cuda":
+        return False
+    a, total = torch.ones((16, 16), dtype=dtype, device=device), torch.ones((16, 16), device=device)
+    try:
+        torch.addmm(total, a.t(), a, out_dtype=torch.float32, beta=1, out=total)
+    except (RuntimeError, TypeError, NotImplementedError):
+        return False
+    return bool((total == 17).all())
 
 
 def add_weight_gradient(total: torch.Tensor, d_logits: torch.Tensor, hidden: torch.Tensor, fresh: bool) -> None:
@@ -77,6 +91,9 @@ def add_weight_gradient(total: torch.Tensor, d_logits: torch.Tensor, hidden: tor
             torch.mm(d_logits.t(), hidden, out=total)
         else:
             total.addmm_(d_logits.t(), hidden)
+        return
+    if total.dtype == torch.float32 and _sums_in_float32(total.device, d_logits.dtype):
+        torch.addmm(total, d_logits.t(), hidden, out_dtype=torch.float32, beta=0 if fresh else 1, out=total)
         return
     size = VOCABULARY_BLOCK if total.device.type == "cpu" else total.shape[0]
     product = d_logits.new_empty((min(size, total.shape[0]), total.shape[1]))

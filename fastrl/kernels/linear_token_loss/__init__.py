@@ -104,11 +104,20 @@ def check_token_loss(op: str, token_loss_fn: Any, labels: torch.Tensor) -> Token
 
 def multiply_upstream(gradient: torch.Tensor, upstream: torch.Tensor, inplace: bool) -> torch.Tensor:
     """gradient times upstream [], without waiting for a GPU."""
+    if inplace and use_triton([gradient]) and _is_dense(gradient):
+        from ..scale_kernel import scale_in_place
+
+        return scale_in_place(gradient, upstream)
     # reading the number is free on a CPU, and a pass over a weight's gradient is not; on a GPU it would stop the stream
     if inplace and upstream.device.type == "cpu" and upstream.item() == 1:
         return gradient
     factor = upstream.to(gradient.dtype)
     return gradient.mul_(factor) if inplace else gradient * factor
+
+
+def _is_dense(x: torch.Tensor) -> bool:
+    """True when the elements fill one stretch of memory, in whatever order."""
+    return x.numel() == sum((n - 1) * s for n, s in zip(x.shape, x.stride())) + 1
 
 
 class _Run:

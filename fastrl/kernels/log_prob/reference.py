@@ -11,6 +11,7 @@ for the cache, so that each of the passes over it costs little beside the one re
 from __future__ import annotations
 
 import math
+import threading
 from typing import NamedTuple
 
 import torch
@@ -76,6 +77,25 @@ def coefficients(options: RowOptions, dtype: torch.dtype, count: int, device: to
     return torch.full((count,), top / options.temperature_value, dtype=dtype, device=device)
 
 
+class _Kept(threading.local):
+    def __init__(self) -> None:
+        self.buffers: dict[torch.dtype, list[torch.Tensor]] = {}
+
+
+_kept = _Kept()
+
+
+def _buffers(number: int, rows: int, like: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Scratch [rows, V] for a block. On a CPU it is kept for the next call: fresh pages cost as much as the passes."""
+    size = rows * like.shape[1]
+    if like.device.type != "cpu" or size > BLOCK_ELEMENTS:
+        return [like.new_empty((rows, like.shape[1]), dtype=dtype) for _ in range(number)]
+    kept = _kept.buffers.setdefault(dtype, [])
+    while len(kept) < number:
+        kept.append(torch.empty(BLOCK_ELEMENTS, dtype=dtype))
+    return [x[:size].view(rows, like.shape[1]) for x in kept[:number]]
+
+
 def _scores(rows: torch.Tensor, buffer: torch.Tensor, options: RowOptions) -> torch.Tensor:
     """f of the rows in the accumulation dtype: the rows themselves where nothing is to be done, else in `buffer`."""
     if options.logit_softcap:
@@ -99,8 +119,8 @@ def statistics_of_rows(
     scale = coefficients(options, dtype, count, logits.device) * LOG2E
     ignored = labels == options.ignore_index
     safe = torch.where(ignored, 0, labels).long()
-    first = logits.new_empty((step, vocabulary), dtype=dtype)
-    second = torch.empty_like(first) if want_entropy else first
+    first, *more = _buffers(2 if want_entropy else 1, step, logits, dtype)
+    second = more[0] if want_entropy else first
     for start in range(0, count, step):
         part = slice(start, min(start + step, count))
         n = part.stop - start
@@ -162,8 +182,8 @@ def gradient_of_rows(
     safe = torch.where(ignored, 0, labels).long()
     any_dead = bool(dead.any())
     at_label = g * outer
-    buffers = [logits.new_empty((step, vocabulary), dtype=dtype) for _ in range(1 if linear is None else 2)]
-    capped = torch.empty_like(buffers[0]) if options.logit_softcap else buffers[0]
+    buffers = _buffers(3 if options.logit_softcap else 2, step, logits, dtype)
+    capped = buffers[2] if options.logit_softcap else buffers[0]
     for start in range(0, count, step):
         part = slice(start, min(start + step, count))
         n = part.stop - start
