@@ -1,4 +1,4 @@
-"""A whole GRPO step of a small chat model, fastrl against TRL's GRPOTrainer: same model, prompts, sampling, learning rate.
+"""A whole GRPO step of a small chat model, fastrl against TRL's GRPOTrainer: same model, prompts, sampling, rate.
 
     python bench/e2e/grpo_step.py --model DIR [--trl-python PATH] [--case sums|long] [--steps 5] [--out FILE]
 
@@ -92,7 +92,8 @@ def context(about: dict) -> dict:
     """What the numbers were measured with."""
     versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE).stdout
-    return {"python": platform.python_version(), **versions, "commit": commit.strip(), "trl": about.get("trl"), "threads": 1}
+    fixed = {"trl": about.get("trl"), "threads": 1}
+    return {"python": platform.python_version(), **versions, "commit": commit.strip(), **fixed}
 
 
 def main() -> None:
@@ -118,15 +119,16 @@ def main() -> None:
         for number in range(args.steps + args.warmup):
             for name, worker in workers.items():
                 row = worker.step()
-                print(f"{number:3d} {name:7s} {row['wall_s']:7.2f} s  reward {row['reward']:.3f}  length {row['mean_length']:.1f}")
+                shown = f"reward {row['reward']:.3f}  length {row['mean_length']:.1f}"
+                print(f"{number:3d} {name:7s} {row['wall_s']:7.2f} s  {shown}", flush=True)
                 if number >= args.warmup:
                     rows[name].append(row)
         about = workers["trl"].about if "trl" in workers else {}
         for worker in workers.values():
             worker.close()
     result = {"case": args.case, **context(about), "steps": rows, "median": {n: summary(r) for n, r in rows.items()}}
-    for name, figures in result["median"].items():
-        print(f"{name:7s} median {figures['wall_s']:.2f} s  cpu {figures['cpu_s']:.2f} s  peak {figures['peak_rss_gib']:.2f} GiB")
+    for name, f in result["median"].items():
+        print(f"{name:7s} median {f['wall_s']:.2f} s  cpu {f['cpu_s']:.2f} s  peak {f['peak_rss_gib']:.2f} GiB")
     if len(rows) == 2:
         pairs = [b["wall_s"] / a["wall_s"] for a, b in zip(rows["fastrl"], rows["trl"])]
         result["ratio"] = statistics.median(pairs)

@@ -97,7 +97,7 @@ class RolloutBatch:
         return replace(self, **new)
 
     def select(self, sequences: Tensor) -> RolloutBatch:
-        """The batch of the given sequences [K] int64, in that order; every field follows, unused prompts are left out."""
+        """The batch of the given sequences [K] int64, in that order; all fields follow, unused prompts are left out."""
         groups, group_index = torch.unique(self.group_index[sequences], return_inverse=True)
         token_index = ragged_index(self.cu_seqlens, sequences)
         prompt_index = ragged_index(self.prompt_cu_seqlens, groups)

@@ -50,6 +50,13 @@ def chain_triton(gradient: torch.Tensor, upstream: torch.Tensor, count: torch.Te
         each = upstream.numel() > 1 or upstream.dim() == gradient.dim() != 0
         with on_device_of(gradient):
             chain_kernel[(triton.cdiv(out.numel(), config["BLOCK"]),)](
-                flat(gradient), flat(upstream), count, out, out.numel(), EACH=each, HAS_COUNT=count is not None, **config
+                flat(gradient),
+                flat(upstream),
+                count,
+                out,
+                out.numel(),
+                EACH=each,
+                HAS_COUNT=count is not None,
+                **config,
             )
     return out

@@ -1,4 +1,4 @@
-"""A random Llama of 30k parameters with a character tokenizer as a Hugging Face folder, for tests that run the trainer."""
+"""A random Llama of 30k parameters with a character tokenizer, as a folder, for tests that run the trainer."""
 
 from __future__ import annotations
 

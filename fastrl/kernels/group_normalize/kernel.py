@@ -77,9 +77,7 @@ def group_normalize_kernel(
     high = tl.full([BLOCK], float("-inf"), tl.float32)
     for other in range(first, past):
         if (tl.load(ranges + 2 * other) <= high_id) & (tl.load(ranges + 2 * other + 1) >= low_id):
-            theirs, their_ids, their_score = _samples(
-                scores, group_id, valid, other * BLOCK + lane, samples, HAS_VALID
-            )
+            theirs, their_ids, their_score = _samples(scores, group_id, valid, other * BLOCK + lane, samples, HAS_VALID)
             same = (ids[:, None] == their_ids[None, :]) & theirs[None, :]
             n += tl.sum(same.to(tl.float32), axis=1)
             total += tl.sum(tl.where(same, their_score[None, :], 0.0), axis=1)

@@ -43,7 +43,9 @@ def _slope(x, limit, cap, KIND: tl.constexpr):
 
 
 @triton.jit
-def _forward(log_prob, reference, out, at, total, limit, cap, KIND: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr):
+def _forward(
+    log_prob, reference, out, at, total, limit, cap, KIND: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr
+):
     t = at + tl.arange(0, BLOCK)
     x = load_float(log_prob, t, total, FULL) - load_float(reference, t, total, FULL)
     if FULL:
