@@ -1,4 +1,4 @@
-"""Every error that fastrl raises on purpose: a `FastRLError` that is the fitting stdlib error too, with an exit code."""
+"""Every error that fastrl raises on purpose: a `FastRLError`, the fitting stdlib error too, with an exit code."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ def sums(held_out: bool) -> list[dict]:
     rows = []
     for a in range(1, 10):
         for b in range(1, 10):
-            if ((a - 1) + 9 * (b - 1)) % 5 == 0 and held_out or ((a - 1) + 9 * (b - 1)) % 5 and not held_out:
+            if (((a - 1) + 9 * (b - 1)) % 5 == 0 and held_out) or (((a - 1) + 9 * (b - 1)) % 5 and not held_out):
                 rows.append({"prompt": SUM_TEMPLATE.format(a=a, b=b), "answer": str(a + b)})
     return rows
 
