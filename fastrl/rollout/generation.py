@@ -13,9 +13,10 @@ from torch import Tensor
 from fastrl.data.batch import FinishReason
 from fastrl.errors import EngineError
 from fastrl.rollout import sampling
+from fastrl.rollout.decode import DecodeLayout
 from fastrl.rollout.engine import GenerationRequest, SamplingParams
 from fastrl.rollout.kv_cache import KVCache
-from fastrl.rollout.layouts import DecodeLayout, PackedPrompts, PrefillLayout
+from fastrl.rollout.prefill import PackedPrompts, PrefillLayout
 from fastrl.rollout.runner import Runner
 from fastrl.rollout.seeds import uniforms
 

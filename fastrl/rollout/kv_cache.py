@@ -1,8 +1,8 @@
 """Keys and values of generation: prompts stored once per group, responses one row per distinct prefix.
 
 A *row* is one node that the decode batch computes: a prompt and a response prefix. Samples of a prompt that have drawn
-the same tokens so far share a row; when they part, the row's own keys and values are copied. Keys and values of one
-layer lie side by side in the last dimension, [..., Dk + Dv].
+the same tokens so far share a row; when they part, the row's own keys and values are copied. The first dimension of
+every tensor is 2: keys and values.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MAX_POOLS = 4  # prompts are regrouped when they lie in more pools
 class PromptPool:
     """Prompts of similar length, padded to the longest. Gp groups, P tokens."""
 
-    kv: list[Tensor]  # per layer [Gp, Hkv, P, Dk + Dv]
+    kv: list[Tensor]  # per layer [2, Gp, Hkv, P, D]
     lengths: np.ndarray  # [Gp] int64, tokens of each prompt
     groups: list[int]  # [Gp] group numbers
 
@@ -33,7 +33,7 @@ class KVCache:
 
     longest: int = 1 << 62
     pools: list[PromptPool] = field(default_factory=list)
-    own: list[Tensor] = field(default_factory=list)  # per layer [capacity, Hkv, space, Dk + Dv]
+    own: list[Tensor] = field(default_factory=list)  # per layer [2, capacity, Hkv, space, D]
     lengths: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # [M] own tokens stored
     groups: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # [M] group of each row
     _done: set[int] = field(default_factory=set)  # groups nobody reads any more
@@ -47,7 +47,7 @@ class KVCache:
         """Store prompts of new groups.
 
         Args:
-            kv: per layer [Hkv, U, Dk + Dv], of a packed prefill of U tokens.
+            kv: per layer [2, Hkv, U, D], of a packed prefill of U tokens.
             index: per group [P] int64, where its prompt's tokens lie among the U.
             groups: the groups' numbers.
         """
@@ -57,7 +57,7 @@ class KVCache:
             for row, m in enumerate(members):
                 grid[row, : len(index[m])] = index[m]
             where = torch.from_numpy(grid.reshape(-1)).to(kv[0].device)
-            pool = [layer.index_select(1, where).unflatten(1, grid.shape).transpose(0, 1).contiguous() for layer in kv]
+            pool = [layer.index_select(2, where).unflatten(2, grid.shape).transpose(1, 2).contiguous() for layer in kv]
             self.pools.append(
                 PromptPool(pool, np.array([len(index[m]) for m in members]), [groups[m] for m in members])
             )
@@ -100,23 +100,23 @@ class KVCache:
             target = torch.from_numpy(moved).to(self.own[0].device)
             origin = torch.from_numpy(source[moved]).to(self.own[0].device)
             for layer in self.own:
-                layer[target, :, :used] = layer[origin, :, :used]
+                layer[:, target, :, :used] = layer[:, origin, :, :used]
         self.lengths, self.groups = lengths, groups
         self.version += 1
 
     def _reserve(self, rows: int, tokens: int) -> None:
         """Make room for so many rows and own tokens per row."""
         if not self.own:
-            self.own = [k.new_empty(0, k.shape[1], 0, k.shape[3]) for k in self.pools[0].kv]
-        capacity, _, space, _ = self.own[0].shape
+            self.own = [k.new_empty(2, 0, k.shape[2], 0, k.shape[4]) for k in self.pools[0].kv]
+        _, capacity, _, space, _ = self.own[0].shape
         if rows <= capacity and tokens <= space:
             return
         capacity = max(rows, capacity)
         if tokens > space:
             space = max(tokens, min(tokens + max(tokens // 2, _GROWTH), self.longest))
         for i, old in enumerate(self.own):
-            new = old.new_zeros(capacity, old.shape[1], space, old.shape[3])  # zeros: masked scores must stay finite
-            new[: old.shape[0], :, : old.shape[2]] = old
+            new = old.new_zeros(2, capacity, old.shape[2], space, old.shape[4])  # zeros: masked scores must be finite
+            new[:, : old.shape[1], :, : old.shape[3]] = old
             self.own[i] = new
 
     def grow(self) -> None:
@@ -148,8 +148,8 @@ def _join(entries: list[tuple[PromptPool, int]]) -> PromptPool:
     longest = int(lengths.max())
     kv = []
     for layer, first in enumerate(entries[0][0].kv):
-        out = first.new_zeros(len(entries), first.shape[1], longest, first.shape[3])
+        out = first.new_zeros(2, len(entries), first.shape[2], longest, first.shape[4])
         for row, (pool, i) in enumerate(entries):
-            out[row, :, : lengths[row]] = pool.kv[layer][i, :, : lengths[row]]
+            out[:, row, :, : lengths[row]] = pool.kv[layer][:, i, :, : lengths[row]]
         kv.append(out)
     return PromptPool(kv, lengths, [pool.groups[i] for pool, i in entries])

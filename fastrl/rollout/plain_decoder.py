@@ -1,15 +1,15 @@
 """A second forward pass for plain decoders (Llama, Qwen2, Qwen3, Mistral), equal to the model's own, faster on a CPU.
 
-Queries, keys and values come from one product, gate and up from another, and the weights of every product are kept in
-oneDNN's blocked layout, which for 4 to 64 rows is 1.4 to 1.7 times as fast as MKL on the plain one. Those copies cost
-the size of the parameters while generating; `release` frees them, and where few passes are expected none are made.
-Where oneDNN cannot (float64, other devices) the model's own tensors are read in place by the usual products. Sharded
-parameters are gathered once per update instead of once per token.
+Queries, keys and values come from one product, gate and up from another, residuals are added inside the products, and
+the weights are kept in oneDNN's blocked layout, which for 4 to 64 rows is 1.4 to 1.7 times as fast as MKL on the plain
+one. In float32 the copies also take in the weights of the norms before them and the order and scale that the rotation
+and the attention want. They cost the size of the parameters while generating; `release` frees them, and where few
+passes are expected none are made. Where oneDNN cannot (float64, other devices) the model's own tensors are read in
+place by the usual products. Sharded parameters are gathered once per update instead of once per token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,22 +18,20 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.nn.functional import embedding, linear, pad, rms_norm, silu
+from torch.nn.functional import embedding, pad, silu
 from transformers import PreTrainedModel
 
 from fastrl.models.cpu import OneDnnLinear
 from fastrl.models.head import HeadParameters, cap_logits, head_of, trunk
-from fastrl.rollout.layouts import DecodeLayout, PackedPrompts, PrefillLayout
+from fastrl.rollout.layouts import RowsLayout
+from fastrl.rollout.prefill import PackedPrompts, PrefillLayout
+from fastrl.rollout.products import Norm, PackedProduct, Part, Product, fold_of, folded_norm, interleaved, norm_of
 from fastrl.rollout.runner import Runner
 
 _PLAIN = frozenset(["LlamaModel", "Qwen2Model", "Qwen3Model", "MistralModel"])
-_PACK_ROWS = 32  # the number of rows oneDNN chooses its layout for; the layout then serves any number
 _LEAST_ROWS = 4  # fewer rows are filled up: oneDNN takes a slower path below this
 _PAYBACK_PASSES = 8  # packing costs what it saves in about 6 passes (docs/decisions/002-embedded-generation.md)
 _PACKED_DTYPES = (torch.float32, torch.bfloat16)
-
-Product = Callable[[Tensor], Tensor]  # x [M, I] -> x W^T + b [M, O]
-Norm = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -64,6 +62,7 @@ class Weights:
     norm: Norm
     head: Product
     head_parameters: HeadParameters
+    folded: bool  # norms, scale and order of the rotation are inside the products
 
 
 class PlainDecoder:
@@ -74,37 +73,47 @@ class PlainDecoder:
     ) -> None:
         self.model, self.device = model, device
         self.trunk: Any = trunk(model)
-        self.dtype = autocast_dtype or next(model.parameters()).dtype
+        self.parameter_dtype = next(model.parameters()).dtype
+        self.dtype = autocast_dtype or self.parameter_dtype
         self.can_pack = device.type == "cpu" and torch.backends.mkldnn.is_available() and self.dtype in _PACKED_DTYPES
         self.packs = self.can_pack
         self._weights: Weights | None = None
 
-    def hidden(self, tokens: np.ndarray, positions: np.ndarray, layout: PrefillLayout | DecodeLayout) -> Tensor:
+    def hidden(self, tokens: np.ndarray, positions: np.ndarray, layout: RowsLayout) -> Tensor:
         """See Runner."""
         weights = self._ready()
         padding = max(0, _LEAST_ROWS - len(tokens)) if self.packs else 0
         tokens, positions = np.pad(tokens, (0, padding)), np.pad(positions, (0, padding))
         h = embedding(torch.from_numpy(tokens).to(self.device), weights.embedding)
         cos, sin = self.trunk.rotary_emb(h[None], torch.from_numpy(positions).to(self.device)[None])
-        cos, sin = cos[0, :, None].to(self.dtype), sin[0, :, None].to(self.dtype)
+        turn = _turn(cos[0], sin[0], weights.folded)
         for index, layer in enumerate(weights.layers):
-            q, k, v = self._projections(layer, layer.input_norm(h), cos, sin)
-            if padding:
-                q, k, v = q[:-padding], k[:-padding], v[:-padding]
-            mixed = layout.attend_rows(index, q, k, v, layer.scaling, layer.sliding_window).flatten(1)
-            h = h + layer.output(pad(mixed, (0, 0, 0, padding)) if padding else mixed)
+            qkv = layer.qkv(layer.input_norm(h)).unflatten(-1, (-1, layer.head_dim))  # [M, Hq + 2 Hkv, D]
+            self._rotate(layer, qkv, turn, weights.folded)
+            mixed = layout.attend_rows(
+                index, qkv[: len(qkv) - padding], layer.heads, layer.scaling, layer.sliding_window
+            )
+            h = layer.output(pad(mixed, (0, 0, 0, padding)) if padding else mixed, h)
             gate, up = layer.gate_up(layer.post_norm(h)).chunk(2, dim=-1)
-            h = h + layer.down(silu(gate).mul_(up))
+            h = layer.down(silu(gate).mul_(up), h)
         return weights.norm(h[: len(h) - padding])
 
-    def _projections(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [M, H] -> query [M, Hq, D] and key [M, Hkv, D], rotated, and value [M, Hkv, D]."""
-        qkv = layer.qkv(x).unflatten(-1, (-1, layer.head_dim))  # [M, Hq + 2 Hkv, D]
-        qk, v = qkv[:, : -layer.kv_heads], qkv[:, -layer.kv_heads :]
+    @staticmethod
+    def _rotate(layer: Layer, qkv: Tensor, turn: tuple[Tensor, ...], folded: bool) -> None:
+        """Norms of queries and keys where the model has them, and the rotary embedding; in place."""
         if layer.query_norm is not None and layer.key_norm is not None:
-            qk = torch.cat([layer.query_norm(qk[:, : layer.heads]), layer.key_norm(qk[:, layer.heads :])], dim=1)
-        qk = _rotate(qk.to(self.dtype), cos, sin)
-        return qk[:, : layer.heads], qk[:, layer.heads :], v
+            qkv[:, : layer.heads] = layer.query_norm(qkv[:, : layer.heads])
+            qkv[:, layer.heads : -layer.kv_heads] = layer.key_norm(qkv[:, layer.heads : -layer.kv_heads])
+        qk = qkv[:, : -layer.kv_heads]
+        if folded:
+            torch.view_as_complex(qk.unflatten(-1, (-1, 2))).mul_(turn[0])
+            return
+        cos, sin = turn
+        half = qk.shape[-1] // 2
+        out = qk * cos
+        out[..., :half].addcmul_(qk[..., half:], sin[..., :half], value=-1)
+        out[..., half:].addcmul_(qk[..., :half], sin[..., half:])
+        qk.copy_(out)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See Runner."""
@@ -137,83 +146,70 @@ class PlainDecoder:
 
     def _collect(self) -> Weights:
         head = head_of(self.model)
+        folded = self.packs and self.dtype == self.parameter_dtype == torch.float32
+        whole = Part(self._cast(head.weight), None if head.bias is None else self._cast(head.bias))
+        norm = self.trunk.norm
         return Weights(
             embedding=_whole(self.trunk.embed_tokens.weight),
-            layers=tuple(self._layer(block) for block in self.trunk.layers),
-            norm=self._norm(self.trunk.norm),
-            head=self._product([head.weight], [head.bias]),
+            layers=tuple(self._layer(block, folded) for block in self.trunk.layers),
+            norm=norm_of(_whole(norm.weight), float(norm.variance_epsilon), self.dtype),
+            head=PackedProduct([whole]) if self.packs else Product([whole], onednn=self.can_pack),
             head_parameters=head,
+            folded=folded,
         )
 
-    def _layer(self, block: Any) -> Layer:
+    def _layer(self, block: Any, folded: bool) -> Layer:
         attention, mlp = block.self_attn, block.mlp
-
-        def product(*parts: nn.Linear) -> Product:
-            return self._product([p.weight for p in parts], [p.bias for p in parts])
-
-        has_norms = hasattr(attention, "q_norm")
+        dim, has_norms = int(attention.head_dim), hasattr(attention, "q_norm")
+        turned = {"interleave": dim} if folded else {}
+        scale = float(attention.scaling) if folded and not has_norms else 1.0
+        input_norm, input_columns = self._norm(block.input_layernorm, folded)
+        post_norm, post_columns = self._norm(block.post_attention_layernorm, folded)
+        query, key = self._part(attention.q_proj, factor=scale, **turned), self._part(attention.k_proj, **turned)
         return Layer(
-            input_norm=self._norm(block.input_layernorm),
-            qkv=product(attention.q_proj, attention.k_proj, attention.v_proj),
-            query_norm=self._norm(attention.q_norm) if has_norms else None,
-            key_norm=self._norm(attention.k_norm) if has_norms else None,
-            output=product(attention.o_proj),
-            post_norm=self._norm(block.post_attention_layernorm),
-            gate_up=product(mlp.gate_proj, mlp.up_proj),
-            down=product(mlp.down_proj),
-            heads=attention.q_proj.out_features // attention.head_dim,
-            kv_heads=attention.k_proj.out_features // attention.head_dim,
-            head_dim=int(attention.head_dim),
-            scaling=float(attention.scaling),
+            input_norm=input_norm,
+            qkv=self._product([query, key, self._part(attention.v_proj)], input_columns),
+            query_norm=self._head_norm(attention.q_norm, folded) if has_norms else None,
+            key_norm=self._head_norm(attention.k_norm, folded) if has_norms else None,
+            output=self._product([self._part(attention.o_proj)]),
+            post_norm=post_norm,
+            gate_up=self._product([self._part(mlp.gate_proj), self._part(mlp.up_proj)], post_columns),
+            down=self._product([self._part(mlp.down_proj)]),
+            heads=attention.q_proj.out_features // dim,
+            kv_heads=attention.k_proj.out_features // dim,
+            head_dim=dim,
+            scaling=1.0 if scale != 1.0 else float(attention.scaling),
             sliding_window=_sliding_window(attention, self.trunk),
         )
 
-    def _norm(self, module: Any) -> Norm:
-        """RMSNorm in float32 or wider; the result has the type of the input, or of the products if that is smaller."""
-        weight, eps, dtype = _whole(module.weight), float(module.variance_epsilon), self.dtype
-        if dtype == weight.dtype:
-            return lambda x: rms_norm(x, weight.shape, weight, eps)
-        return lambda x: rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(dtype)
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return _whole(tensor).to(self.dtype)
 
-    def _product(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Product:
-        """x -> the x W_i^T + b_i side by side."""
-        parts = [_whole(w).to(self.dtype) for w in weights]
-        offsets = [None if b is None else _whole(b).to(self.dtype) for b in biases]
-        if self.packs:
-            return PackedProduct(parts, offsets)
-        one = _onednn_linear if self.can_pack else linear
-        if len(parts) == 1:
-            return lambda x: one(x, parts[0], offsets[0])
-        return lambda x: torch.cat([one(x, w, b) for w, b in zip(parts, offsets)], dim=-1)
+    def _part(self, module: nn.Linear, **options: Any) -> Part:
+        return Part(self._cast(module.weight), None if module.bias is None else self._cast(module.bias), **options)
 
+    def _product(self, parts: list[Part], columns: Tensor | None = None) -> Product:
+        return PackedProduct(parts, columns) if self.packs else Product(parts, onednn=self.can_pack)
 
-class PackedProduct:
-    """x -> the x W_i^T + b_i side by side; the blocked copy is made at the first call."""
+    def _norm(self, module: Any, folded: bool) -> tuple[Norm, Tensor | None]:
+        """A norm before a product, and what of it the product has to take in."""
+        weight, eps = _whole(module.weight), float(module.variance_epsilon)
+        if folded:
+            return folded_norm(len(weight), eps, self.dtype), fold_of(weight)
+        return norm_of(weight, eps, self.dtype), None
 
-    def __init__(self, parts: list[Tensor], offsets: list[Tensor | None]) -> None:
-        self.parts, self.packed = parts, None
-        self.bias = None if offsets[0] is None else torch.cat([b for b in offsets if b is not None])
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if self.packed is None:
-            joined = self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts)
-            self.packed = torch.ops.mkldnn._reorder_linear_weight(joined.contiguous(), _PACK_ROWS)
-            self.parts = []
-        return _onednn_linear(x, self.packed, self.bias)
+    def _head_norm(self, module: Any, folded: bool) -> Norm:
+        """A norm of queries or keys, over the head's dimensions in their order."""
+        weight = _whole(module.weight)
+        return norm_of(interleaved(weight, len(weight)) if folded else weight, module.variance_epsilon, self.dtype)
 
 
-def _onednn_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
-    """x [M, I] weight^T + bias; weight [O, I], plain or packed. On plain float32 ones still faster than MKL."""
-    return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [M, h, D] rotated in the planes (i, i + D/2) by the angles of cos, sin [M, 1, D]."""
-    half = x.shape[-1] // 2
-    out = x * cos
-    out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
-    out[..., half:].addcmul_(x[..., :half], sin[..., half:])
-    return out
+def _turn(cos: Tensor, sin: Tensor, folded: bool) -> tuple[Tensor, ...]:
+    """cos, sin [M, D] of the rotary embedding -> the factors [M, 1, D/2] complex, or [M, 1, D] twice."""
+    if folded:
+        half = cos.shape[-1] // 2
+        return (torch.complex(cos[:, None, :half], sin[:, None, :half]),)
+    return cos[:, None], sin[:, None]
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -11,13 +11,13 @@ from transformers import PreTrainedModel
 
 from fastrl.models.attention import IMPLEMENTATION
 from fastrl.models.head import head_of, logits_of, trunk
-from fastrl.rollout.layouts import DecodeLayout, PrefillLayout
+from fastrl.rollout.layouts import RowsLayout
 
 
 class Runner(Protocol):
     """Two calls per step: hidden rows, then the logits of some of them; the others concern copies of parameters."""
 
-    def hidden(self, tokens: np.ndarray, positions: np.ndarray, layout: PrefillLayout | DecodeLayout) -> Tensor:
+    def hidden(self, tokens: np.ndarray, positions: np.ndarray, layout: RowsLayout) -> Tensor:
         """tokens [U] int64, positions [U] int64 -> last hidden rows [U, H]."""
         ...
 
@@ -45,7 +45,7 @@ class ModuleRunner:
         self.model = model
         self.device = device
 
-    def hidden(self, tokens: np.ndarray, positions: np.ndarray, layout: PrefillLayout | DecodeLayout) -> Tensor:
+    def hidden(self, tokens: np.ndarray, positions: np.ndarray, layout: RowsLayout) -> Tensor:
         """See Runner."""
         output = trunk(self.model)(
             input_ids=torch.from_numpy(tokens).to(self.device)[None],

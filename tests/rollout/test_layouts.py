@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from fastrl.rollout.decode import DecodeLayout
 from fastrl.rollout.kv_cache import KVCache, similar_lengths
-from fastrl.rollout.layouts import DecodeLayout, PackedPrompts, PrefillLayout
+from fastrl.rollout.prefill import PackedPrompts, PrefillLayout
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, KEY, VALUE, SCALING = 6, 2, 5, 3, 0.4
@@ -110,7 +111,7 @@ def test_prefill_and_decode_attend_to_the_whole_path(options):
 def test_many_pools_are_merged():
     cache = KVCache()
     for group in range(7):
-        cache.add_prompts([torch.randn(1, 4, 2)], [np.arange(3 + group % 2)], [group])
+        cache.add_prompts([torch.randn(2, 1, 4, 2)], [np.arange(3 + group % 2)], [group])
         cache.merge_pools()
     assert len(cache.pools) < 5
     assert sorted(g for pool in cache.pools for g in pool.groups) == list(range(7))

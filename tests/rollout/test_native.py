@@ -12,8 +12,8 @@ from fastrl.data.batch import FinishReason
 from fastrl.errors import EngineError, ModelError
 from fastrl.models.double import keep_double
 from fastrl.rollout.engine import Engine, GenerationRequest, SamplingParams
-from fastrl.rollout.layouts import PrefillLayout
 from fastrl.rollout.native import NativeEngine
+from fastrl.rollout.prefill import PrefillLayout
 
 PROMPTS = [[5, 9, 4, 4, 30, 8, 7], [5, 9, 4, 11], [7], [5, 9, 4, 4, 30, 8, 7, 12, 3], [40, 41, 42, 43, 44]]
 
