@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(TRITON, reason="the interpreter process cannot c
 
 TABLE = Path(__file__).with_name("aot_table.json")
 VERSION = ".".join(triton.__version__.split(".")[:2])
-QUICK, SLOW = ["cuda:90", "hip:gfx942"], ["cuda:80", "cuda:100"]
+TARGETS = ["cuda:80", "cuda:90", "cuda:100", "hip:gfx942"]
 
 
 def measure(target, scenario):
@@ -48,13 +48,7 @@ def measure(target, scenario):
     return found
 
 
-def targets():
-    yield from QUICK
-    for target in SLOW:
-        yield pytest.param(target, marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize("target", targets())
+@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("scenario", list(SCENARIOS))
 def test_resources(scenario, target):
     known = json.loads(TABLE.read_text()).get(VERSION, {}).get(target, {})
@@ -126,4 +120,4 @@ def write(chosen):
 
 if __name__ == "__main__":
     os.environ.pop("TRITON_INTERPRET", None)
-    write(sys.argv[1:] or [*QUICK, *SLOW])
+    write(sys.argv[1:] or TARGETS)

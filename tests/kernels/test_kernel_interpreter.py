@@ -22,7 +22,7 @@ def run_interpreted(files):
     """Run test files with every op forced to its Triton kernel."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "FASTRL_KERNELS": "triton", "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-W", "ignore", "-p", "no:cacheprovider", *files],
+        [sys.executable, "-m", "pytest", "-m", "not slow", "-W", "ignore", "-p", "no:cacheprovider", *files],
         cwd=HERE,
         env=environment | {"PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])},
         capture_output=True,
