@@ -53,9 +53,8 @@ def check_scan(target):
     close(back, oracle.discounted_returns(seen(rewards), mask, OFFSETS, 0.97))
 
 
-def check_split_scan(target):
+def check_split_scan(target, total=2 * 2 * 2048 + 777):
     # one long sequence: the maps of chunks, then the chunks
-    total = 2 * 2 * 2048 + 777
     mask = mask_of(total, 11)
     rewards, values = poisoned(normal(total, 12), mask, torch.bfloat16), poisoned(normal(total, 13), mask)
     with on_target(target) as record:
@@ -232,6 +231,11 @@ CHECKS = [
 @pytest.mark.parametrize("check", CHECKS, ids=lambda f: f.__name__)
 def test_emitted_code(check, target):
     check(target)
+
+
+@pytest.mark.slow
+def test_the_longest_sequence():
+    check_split_scan("cuda:90", total=131072)
 
 
 def far_memory(start):
