@@ -6,6 +6,7 @@ precision on a GPU), SDPA per segment, and tiles of plain matrix products (any d
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -14,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from fastrl.errors import ModelError
 from fastrl.models import varlen
+from fastrl.models.kernel_check import what_is_wrong
 from fastrl.models.tiles import Segment, TilePlan, tiled_attention
 
 NAMES = {
@@ -22,6 +24,8 @@ NAMES = {
     "sdpa": "SDPA per segment",
     "tiled": "tiled matrix products",
 }
+KERNELS = {"flash": varlen.flash_function, "varlen": varlen.torch_function}  # in the order of preference
+HALF = (torch.float16, torch.bfloat16)
 MAX_KERNEL_HEAD_DIM = 256  # the varlen kernels take no larger heads
 
 
@@ -33,21 +37,27 @@ def choose_attention(device: torch.device, dtype: torch.dtype, wanted: str = "au
     """
     if wanted not in ("auto", *NAMES):
         raise ModelError(f"model.attention = {wanted}: choose auto, {', '.join(NAMES)}")
-    half_on_gpu = device.type == "cuda" and dtype in (torch.float16, torch.bfloat16)
-    found = {"flash": varlen.flash_function, "varlen": varlen.torch_function}
+    half_on_gpu = device.type == "cuda" and dtype in HALF
     if wanted == "auto":
         if half_on_gpu:
-            return next((name for name, function in found.items() if function() is not None), "sdpa")
+            return next((name for name in KERNELS if why_not_kernel(name, device) is None), "sdpa")
         return "sdpa" if device.type == "cuda" else "tiled"
-    if wanted in found:
+    if wanted in KERNELS:
         if not half_on_gpu:
             raise ModelError(
                 f"model.attention = {wanted}: needs a GPU and run.dtype = bfloat16, "
                 f"this is {device.type} in {dtype}; use auto"
             )
-        if found[wanted]() is None:
-            raise ModelError(f"model.attention = {wanted}: {NAMES[wanted]} is not installed; use auto")
+        if (why := why_not_kernel(wanted, device)) is not None:
+            raise ModelError(f"model.attention = {wanted}: {NAMES[wanted]} {why}; use auto")
     return wanted
+
+
+@functools.cache
+def why_not_kernel(name: str, device: torch.device) -> str | None:
+    """None when a varlen kernel is installed and computes the packed layout on this device; else what is wrong."""
+    function = KERNELS[name]()
+    return "is not installed" if function is None else what_is_wrong(function, device, torch.bfloat16)
 
 
 class TrainingLayout:
@@ -82,9 +92,10 @@ class TrainingLayout:
         """query [1, Hq, U, D], key and value [1, Hkv, U, D] -> [1, U, Hq, D]."""
         kind = query.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
-        name = choose_attention(query.device, dtype, self.wanted)
-        if name in ("flash", "varlen"):
-            function = varlen.flash_function() if name == "flash" else varlen.torch_function()
+        wanted = "auto" if self.wanted in KERNELS and dtype not in HALF else self.wanted
+        name = choose_attention(query.device, dtype, wanted)
+        if name in KERNELS:
+            function = KERNELS[name]()
             capless = softcap is None or name == "flash"
             if function and capless and sinks is None and query.shape[-1] <= MAX_KERNEL_HEAD_DIM:
                 self._varlen = self._varlen or varlen.VarlenPlan(self.segments, self.device)

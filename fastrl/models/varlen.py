@@ -6,6 +6,7 @@ mask. The gather's backward sums a row's copies in a fixed order, without atomic
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import inspect
 from collections.abc import Callable, Sequence
@@ -81,6 +82,7 @@ def varlen_attention(
     return function(query[0].transpose(0, 1), keys, values, plan, scaling, sliding_window, softcap)[None]
 
 
+@functools.cache
 def flash_function() -> VarlenFunction | None:
     """flash-attn's varlen kernel, or None where it is not installed."""
     if importlib.util.find_spec("flash_attn") is None:
@@ -108,6 +110,7 @@ def flash_function() -> VarlenFunction | None:
     return run
 
 
+@functools.cache
 def torch_function() -> VarlenFunction | None:
     """torch's own varlen kernel, or None where this torch has none. No score cap."""
     try:

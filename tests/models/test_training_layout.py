@@ -6,7 +6,8 @@ from tiny_models import ragged_batch
 
 from fastrl.data.packing import pack
 from fastrl.errors import ModelError
-from fastrl.models import varlen
+from fastrl.models import training_layout, varlen
+from fastrl.models.kernel_check import what_is_wrong
 from fastrl.models.tiles import TilePlan, tiled_attention
 from fastrl.models.training_layout import TrainingLayout, choose_attention
 
@@ -121,11 +122,8 @@ def test_sdpa_per_segment(name, options):
     assert_same(through(TrainingLayout(segments, CPU, "sdpa")), segments, tensors, OPTIONS[options])
 
 
-@pytest.mark.parametrize("window", [None, 4])
-@pytest.mark.parametrize("name", BATCHES)
-def test_varlen_borders_and_gradients(name, window):
-    """The varlen path with a stand-in kernel that reads only what the real ones read: borders and gathered keys."""
-    segments = segments_of(name)
+def stand_in(align="bottom-right"):
+    """A varlen kernel that reads only what the real ones read: borders and gathered keys."""
 
     def kernel(q, k, v, plan, scaling, sliding_window, softcap):
         out = []
@@ -135,7 +133,8 @@ def test_varlen_borders_and_gradients(name, window):
             num_rows, num_keys = q[rows].shape[0], k[keys].shape[0]
             assert num_rows <= plan.max_q
             assert num_keys <= plan.max_k
-            distance = torch.arange(num_keys - num_rows, num_keys)[:, None] - torch.arange(num_keys)
+            first = num_keys - num_rows if align == "bottom-right" else 0
+            distance = torch.arange(first, first + num_rows)[:, None] - torch.arange(num_keys)
             mask = (distance >= 0) & (distance < (sliding_window or num_keys))
             heads = (t.transpose(0, 1)[None] for t in (q[rows], k[keys], v[keys]))
             piece = torch.nn.functional.scaled_dot_product_attention(
@@ -144,10 +143,18 @@ def test_varlen_borders_and_gradients(name, window):
             out.append(piece[0].transpose(0, 1))
         return torch.cat(out)
 
+    return kernel
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("name", BATCHES)
+def test_varlen_borders_and_gradients(name, window):
+    segments = segments_of(name)
+
     plan = varlen.VarlenPlan(segments, CPU)
 
     def run(q, k, v, **options):
-        return varlen.varlen_attention(kernel, *(t.transpose(1, 2) for t in (q, k, v)), plan, **options)
+        return varlen.varlen_attention(stand_in(), *(t.transpose(1, 2) for t in (q, k, v)), plan, **options)
 
     tensors = inputs(segments[-1].end)
     assert_same(run, segments, tensors, {"sliding_window": window})
@@ -166,11 +173,27 @@ def test_half_precision_keeps_scores_in_float32():
     assert q.grad.dtype == torch.float32
 
 
-def test_the_choice_of_attention():
+def test_a_kernel_with_another_mask_is_found_out():
+    """Versions of varlen kernels align the causal mask top-left; the check before their first use catches it."""
+
+    def raises(*_):
+        raise RuntimeError("no kernel image")
+
+    assert what_is_wrong(stand_in(), CPU, torch.bfloat16) is None
+    assert what_is_wrong(stand_in("top-left"), CPU, torch.bfloat16).endswith("on a shared prompt")
+    assert what_is_wrong(raises, CPU, torch.bfloat16) == "fails here (no kernel image)"
+
+
+def test_the_choice_of_attention(monkeypatch):
+    monkeypatch.setattr(training_layout, "why_not_kernel", lambda name, device: None)
+    assert choose_attention(torch.device("cuda"), torch.bfloat16) == "flash"
+    monkeypatch.setattr(training_layout, "why_not_kernel", lambda name, device: "is not installed")
+    assert choose_attention(torch.device("cuda"), torch.bfloat16) == "sdpa"
+    with pytest.raises(ModelError, match=r"model\.attention = flash: flash-attn varlen is not installed; use auto"):
+        choose_attention(torch.device("cuda"), torch.bfloat16, "flash")
     assert choose_attention(CPU, torch.float32) == "tiled"
     assert choose_attention(CPU, torch.float32, "sdpa") == "sdpa"
     assert choose_attention(torch.device("cuda"), torch.float32) == "sdpa"
-    assert choose_attention(torch.device("cuda"), torch.bfloat16) in ("flash", "varlen")
     with pytest.raises(ModelError, match=r"model\.attention = varlen: needs a GPU and run\.dtype = bfloat16"):
         choose_attention(CPU, torch.bfloat16, "varlen")
     with pytest.raises(ModelError, match=r"model\.attention = eager: choose auto, flash, varlen, sdpa, tiled"):
