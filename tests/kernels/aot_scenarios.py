@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from head_scenarios import HEAD_SCENARIOS
 
+from fastrl.kernels import launch
 from fastrl.kernels.aggregation.kernel import (
     aggregate_backward_triton,
     aggregate_triton,
@@ -120,7 +121,11 @@ def mismatch():
 
 
 def packing():
-    pack_kernel[(64,)](meta(64, 4, dtype=torch.int64), meta(1 << 20, dtype=torch.bfloat16), BLOCK=2048, num_warps=4)
+    # the wrapper reads addresses, which meta tensors do not have
+    bucket = meta(1 << 20, dtype=torch.bfloat16)
+    config = launch.config("pack_weights", bucket)
+    config.pop("PIECE")
+    pack_kernel[(64,)](meta(64, 4, dtype=torch.int64), bucket, **config)
 
 
 SCENARIOS = {

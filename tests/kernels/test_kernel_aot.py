@@ -13,8 +13,10 @@ import os
 import re
 import sys
 from pathlib import Path
+from unittest import mock
 
 import kernel_oracles as oracle
+import kernel_target
 import pytest
 import torch
 import triton
@@ -22,6 +24,7 @@ from aot_scenarios import SCENARIOS
 from kernel_cases import TRITON, close, mask_of, normal
 from kernel_target import SHARED_LIMIT, on_target, resources
 
+from fastrl.kernels import launch
 from fastrl.kernels.clipped_policy_loss.kernel import clipped_policy_loss_triton
 from fastrl.kernels.clipped_value_loss.kernel import clipped_value_loss_triton
 from fastrl.kernels.gae.kernel import gae_triton
@@ -63,6 +66,23 @@ def test_resources(scenario, target):
             assert now["widest_load"] >= before["widest_load"], f"{label}: {now}, was {before}"
 
 
+def test_every_configuration_of_the_table_is_among_the_scenarios():
+    lookup, chosen = launch.lookup, set()
+
+    def watched(op, arch, size):
+        entries = launch.table()[op].get(arch, launch.table()[op]["default"])
+        chosen.add((op, next(i for i, (limit, _) in enumerate(entries) if limit is None or size <= limit)))
+        return lookup(op, arch, size)
+
+    nothing = mock.Mock(metadata=mock.Mock(num_warps=4, shared=0))
+    with mock.patch.object(launch, "lookup", watched), mock.patch.object(kernel_target, "_compile", lambda *a: nothing):
+        for scenario in SCENARIOS.values():
+            with on_target("cuda:90", execute=False):
+                scenario()
+    table = {(op, i) for op, by_arch in launch.table().items() for i in range(len(by_arch["default"]))}
+    assert table - chosen == set()
+
+
 def full_blocks():
     """name -> call on 2 x 2048 tokens: whole blocks of the large configuration, nothing ragged."""
     x = torch.from_numpy(normal(4096, 1)).float().reshape(1, 4096)
@@ -84,8 +104,6 @@ def full_blocks():
 
 @pytest.mark.parametrize("name", list(full_blocks()))
 def test_the_main_loop_moves_its_bytes_in_16_byte_accesses(name, monkeypatch):
-    from fastrl.kernels import launch
-
     # the configuration of a large batch, whatever the size here
     lookup = launch.lookup
     monkeypatch.setattr(launch, "lookup", lambda op, arch, size: lookup(op, arch, 1 << 30))

@@ -176,6 +176,9 @@ def test_a_long_row(total):
         ({"mask": torch.ones(6)}, r"mask has shape \[6\]"),
         ({"rewards": torch.ones(5, dtype=torch.int64)}, r"rewards has dtype int64"),
         ({"bootstrap_values": torch.ones(1)}, r"bootstrap_values has shape \[1\]"),
+        ({"values": torch.ones(5, device="meta")}, r"values is on meta, the other tensors on cpu: move it there"),
+        ({"values": [0.0] * 5}, r"values = \[0.0, 0.0, 0.0, 0.0, 0.0\]: a torch.Tensor is needed"),
+        ({"mask": torch.ones(5).to_sparse()}, r"mask has layout torch.sparse_coo: a dense"),
     ],
 )
 def test_bad_arguments_are_named(change, message):
