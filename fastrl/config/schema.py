@@ -141,7 +141,7 @@ class RunConfig(Section):
     dtype: Literal["float32", "bfloat16", "float64"] = Field("float32", description="compute type of the models (parameters and optimizer state are float32 or wider)")
     num_threads: int | None = Field(None, ge=1, description="CPU threads torch may use; null leaves torch's own choice")
     max_tokens_per_microbatch: int = Field(8192, ge=1, description="unique tokens (prompts once, responses each) in one forward and backward pass")
-    share_prompts: bool = Field(True, description="compute each prompt once per group instead of once per response")
+    share_prompts: bool = Field(True, description="compute what the sequences of a micro-batch have in common from their start (system prompt, prompt) once instead of once per response")
     validate_before_training: bool = Field(True, description="score the held-out prompts before the first step")
     validation_every_steps: int = Field(0, ge=0, description="validate after every so many steps; 0 validates only at the end")
     validation_num_samples: int = Field(1, ge=1, description="responses per held-out prompt")

@@ -254,6 +254,44 @@ class _PrefixTree:
         return np.concatenate([np.arange(start, end) for start, end in path])
 
 
+def keep_tokens(micro: MicroBatch, chosen: Tensor) -> MicroBatch | None:
+    """The micro-batch of the head rows in `chosen` [N] bool and of the trunk rows that they read; None when none is.
+
+    What a sequence outside shares with one inside stays; everything else of it is computed no more.
+    """
+    head_index = micro.head_index[chosen]
+    if not head_index.numel() and not micro.bootstrap_index.numel():
+        return None
+    wanted = np.zeros(micro.num_rows, bool)
+    wanted[torch.cat([head_index, micro.bootstrap_index]).cpu().numpy()] = True
+    for segment in reversed(micro.segments):  # a wanted row wants those before it, in its segment and its prefix
+        found = np.flatnonzero(wanted[segment.start : segment.end])
+        if found.size:
+            wanted[segment.start : segment.start + int(found[-1])] = True
+            for first, end in segment.prefix:
+                wanted[first:end] = True
+    if wanted.all():
+        return replace(micro, head_index=head_index, labels=micro.labels[chosen], token_index=micro.token_index[chosen])
+    new_row = wanted.cumsum() - 1  # of each wanted row
+    segments = []
+    for start, end, prefix in micro.segments:
+        if count := int(wanted[start:end].sum()):
+            ranges = tuple((int(new_row[a]), int(new_row[b - 1]) + 1) for a, b in prefix)
+            segments.append(Segment(int(new_row[start]), int(new_row[start]) + count, ranges))
+    device = micro.input_ids.device
+    rows, renumber = torch.from_numpy(np.flatnonzero(wanted)).to(device), torch.from_numpy(new_row).to(device)
+    return replace(
+        micro,
+        input_ids=micro.input_ids[rows],
+        position_ids=micro.position_ids[rows],
+        segments=tuple(segments),
+        head_index=renumber[head_index],
+        labels=micro.labels[chosen],
+        token_index=micro.token_index[chosen],
+        bootstrap_index=renumber[micro.bootstrap_index],
+    )
+
+
 def plan_optimizer_batches(
     group_id: Tensor, *, num_updates: int, seed: int, all_group_id: Tensor | None = None
 ) -> list[Tensor]:

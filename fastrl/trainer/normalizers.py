@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from fastrl.data.batch import RolloutBatch
-from fastrl.data.packing import MicroBatch
+from fastrl.data.packing import MicroBatch, keep_tokens
 from fastrl.dist.collectives import all_gather_rows, all_reduce_sum, rank
 from fastrl.kernels import aggregation_scale
 from fastrl.trainer.losses import OptimizerBatch
@@ -71,7 +69,8 @@ def optimizer_batch(
 
 
 def keep_rows(micro: MicroBatch, mask: Tensor) -> MicroBatch | None:
-    """The micro-batch with only the head rows whose token is in `mask` [T]; None when none is left.
+    """The micro-batch with only the head rows whose token is in `mask` [T], and the rows that those read; None when
+    none is left.
 
     What is masked is never computed by the head, so that nothing there, NaN included, can reach the loss.
     """
@@ -80,6 +79,4 @@ def keep_rows(micro: MicroBatch, mask: Tensor) -> MicroBatch | None:
         return micro if micro.num_tokens else None
     if not bool(chosen.any()):
         return None
-    return replace(
-        micro, head_index=micro.head_index[chosen], labels=micro.labels[chosen], token_index=micro.token_index[chosen]
-    )
+    return keep_tokens(micro, chosen)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fastrl.data.batch import RolloutBatch, cu_seqlens_of
-from fastrl.data.packing import Segment, pack, plan_optimizer_batches
+from fastrl.data.packing import Segment, keep_tokens, pack, plan_optimizer_batches
 from fastrl.errors import DataError
 
 
@@ -168,6 +168,40 @@ def test_random_batches(seed):
         assert a.segments == b.segments
         assert torch.equal(a.input_ids, b.input_ids)
         assert torch.equal(a.token_index, b.token_index)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_keep_tokens(seed):
+    """Any subset of tokens: each is still predicted by the row that has read what stands before it; no row is idle."""
+    rng = random.Random(seed)
+
+    def tokens(low, high):
+        return [rng.randrange(rng.choice([2, 30])) for _ in range(rng.randint(low, high))]
+
+    batch = batch_of([(tokens(1, 6), [tokens(1, 8) for _ in range(rng.randint(1, 5))]) for _ in range(3)])
+    extra = torch.tensor([rng.random() < 0.1 for _ in range(batch.num_sequences)])
+    (micro,) = pack(batch, max_tokens=1000, extra_row=extra)
+    chosen = torch.tensor([rng.random() < 0.2 for _ in range(micro.num_tokens)])
+    kept = keep_tokens(micro, chosen)
+    if kept is None:
+        assert not chosen.any()
+        assert not extra.any()
+        return
+    assert kept.token_index.tolist() == micro.token_index[chosen].tolist()
+    before = {t: path_of(micro, r) for r, t in zip(micro.head_index.tolist(), micro.token_index.tolist())}
+    paths = [path_of(kept, row) for row in kept.head_index.tolist()]
+    assert paths == [before[t] for t in kept.token_index.tolist()]
+    bootstraps = [path_of(kept, row) for row in kept.bootstrap_index.tolist()]
+    assert bootstraps == [path_of(micro, row) for row in micro.bootstrap_index.tolist()]
+    assert kept.num_rows == len({path[:n] for path in [*paths, *bootstraps] for n in range(1, len(path) + 1)})
+
+
+def test_keep_tokens_of_everything_and_nothing():
+    (micro,) = pack(batch_of([([7, 8], [[1, 2], [3]])]), max_tokens=10)
+    everything = keep_tokens(micro, torch.ones(3, dtype=torch.bool))
+    assert everything.segments == micro.segments
+    assert everything.head_index.tolist() == micro.head_index.tolist()
+    assert keep_tokens(micro, torch.zeros(3, dtype=torch.bool)) is None
 
 
 def test_few_micro_batches():
