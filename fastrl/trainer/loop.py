@@ -121,6 +121,7 @@ class Trainer:
         parts, plan, timer, started = self.parts, self.plan, self.metrics.timer, time.perf_counter()
         with timer("generate"):
             batch = self.generate()
+        parts.engine.sleep()  # what it holds for generation is training's memory now
         packed = self.pack(batch)
         if plan.old_log_prob:
             with timer("old_log_prob"):
@@ -142,6 +143,7 @@ class Trainer:
                 self.update_actor(batch, packed)
             with timer("sync_weights"):
                 self.sync_weights()
+        parts.engine.wake()
         self.step_number += 1
         return batch, self.close_step(batch, started)
 
