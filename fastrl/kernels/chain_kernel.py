@@ -26,7 +26,7 @@ def _scale(gradient, upstream, out, at, total, factor, EACH: tl.constexpr, FULL:
         tl.store(out + t, scaled, mask=t < total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total"])
 def chain_kernel(
     gradient, upstream, count, out, total, EACH: tl.constexpr, HAS_COUNT: tl.constexpr, BLOCK: tl.constexpr
 ):

@@ -170,7 +170,7 @@ def _write_range(
             )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row_length", "total"])
 def scan_rows_kernel(
     rewards, values, mask, advantages, returns, cu_seqlens, lambdas, bootstrap, row_length, total, gamma, gae_lambda,
     HAS_MASK: tl.constexpr, HAS_VALUES: tl.constexpr, RAGGED: tl.constexpr, PER_SEQUENCE: tl.constexpr,
@@ -193,7 +193,7 @@ def scan_rows_kernel(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row_length", "total", "chunks"])
 def scan_chunk_maps_kernel(
     rewards, values, mask, maps, cu_seqlens, lambdas, row_length, total, chunks, gamma, gae_lambda,
     HAS_MASK: tl.constexpr, HAS_VALUES: tl.constexpr, RAGGED: tl.constexpr, PER_SEQUENCE: tl.constexpr,
@@ -225,7 +225,7 @@ def scan_chunk_maps_kernel(
     tl.store(place + 1, whole_b)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row_length", "total", "chunks"])
 def scan_chunks_kernel(
     rewards, values, mask, advantages, returns, maps, cu_seqlens, lambdas, bootstrap, row_length, total, chunks, gamma,
     gae_lambda,

@@ -94,7 +94,9 @@ def specialise(function: JITFunction, arguments: dict[str, Any]) -> tuple[dict, 
     attributes: dict[tuple[int], Any] = {}
     for i, parameter in enumerate(function.params):
         value = arguments[parameter.name]
-        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1 and value is not True):
+        plain = parameter.do_not_specialize
+        one = isinstance(value, int) and value == 1 and value is not True and not plain
+        if parameter.is_constexpr or value is None or one:
             signature[parameter.name] = "constexpr"
             constants[parameter.name] = value
             continue
@@ -104,7 +106,7 @@ def specialise(function: JITFunction, arguments: dict[str, Any]) -> tuple[dict, 
         elif isinstance(value, bool):
             signature[parameter.name], aligned = "i1", False
         elif isinstance(value, int):
-            signature[parameter.name], aligned = _integer_type(value), value % 16 == 0
+            signature[parameter.name], aligned = _integer_type(value), value % 16 == 0 and not plain
         else:
             signature[parameter.name], aligned = "fp32", False
         if aligned and value is not None:

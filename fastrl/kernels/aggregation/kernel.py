@@ -15,7 +15,7 @@ from ..token_sum import column_sum, token_scale
 from .reference import MODES
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row_length", "total"])
 def lengths_kernel(
     mask, lengths, cu_seqlens, row_length, total,
     HAS_MASK: tl.constexpr, RAGGED: tl.constexpr, BLOCK: tl.constexpr,
@@ -37,7 +37,7 @@ def lengths_kernel(
     tl.store(lengths + row, count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sequences"])
 def group_tokens_kernel(lengths, group_id, tokens, firsts, sequences, BLOCK: tl.constexpr):
     """tokens [S] of each sequence's group; firsts [S]: 1 where the sequence is the first of a group with tokens."""
     mine = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -63,7 +63,7 @@ def _inverse(x):
     return tl.where(x > 0, 1.0 / tl.where(x > 0, x, 1.0), 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sequences"])
 def scale_kernel(
     lengths, tokens, firsts, count, scale, sequences, factor,
     MODE: tl.constexpr, HAS_COUNT: tl.constexpr, BLOCK: tl.constexpr,
@@ -114,7 +114,7 @@ def _weighted(
     return tl.sum(value * factor, axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total", "row_length", "sequences", "steps"])
 def aggregate_kernel(
     token_loss, mask, weights, scale, cu_seqlens, partials, out, counter, total, row_length, sequences, steps,
     HAS_MASK: tl.constexpr, HAS_WEIGHTS: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,
@@ -155,7 +155,7 @@ def _gradient(
         tl.store(out + t, value, mask=t < total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total", "row_length", "sequences", "steps"])
 def aggregate_backward_kernel(
     upstream, mask, weights, scale, cu_seqlens, out, total, row_length, sequences, steps,
     HAS_MASK: tl.constexpr, HAS_WEIGHTS: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,

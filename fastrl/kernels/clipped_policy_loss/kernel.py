@@ -98,7 +98,7 @@ def _block(
         _put(gradient, t, slope, total, FULL)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row_length", "sequences", "steps"])
 def policy_loss_kernel(
     log_prob, old_log_prob, advantages, mask, weights, scale, cu_seqlens, losses, stats, gradient, partials, counter,
     total, row_length, sequences, steps, clip_low, clip_high, dual_clip, max_ratio, limit,

@@ -76,7 +76,7 @@ def _block(
         _put(gradient, t, slope, total, FULL)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row_length", "sequences", "steps"])
 def value_loss_kernel(
     values, old_values, returns, mask, weights, scale, cu_seqlens, losses, stats, gradient, partials, counter,
     total, row_length, sequences, steps, value_clip, huber_delta,

@@ -17,7 +17,7 @@ from ..rows import flat, flat_mask
 from .reference import RELATIVE_RANGE
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["samples"])
 def id_ranges_kernel(group_id, ranges, samples, BLOCK: tl.constexpr):
     """ranges [blocks, 2]: smallest and largest id of each block."""
     block = tl.program_id(0)
@@ -57,7 +57,7 @@ def _meeting_blocks(ranges, blocks, low_id, high_id, TABLE: tl.constexpr):
     return first, past
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["samples", "blocks", "ddof"])
 def group_normalize_kernel(
     scores, group_id, valid, ranges, out, samples, blocks, ddof, eps, relative_range,
     HAS_VALID: tl.constexpr, SCALE_STD: tl.constexpr, LEAVE_ONE_OUT: tl.constexpr, TABLE: tl.constexpr,

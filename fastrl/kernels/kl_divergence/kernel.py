@@ -54,7 +54,7 @@ def _forward(
         tl.store(out + t, _value(x, limit, cap, KIND), mask=t < total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total"])
 def kl_forward_kernel(log_prob, reference, out, total, limit, cap, KIND: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK
     if at + BLOCK <= total:
@@ -79,7 +79,7 @@ def _backward(
         tl.store(out + t, slope, mask=t < total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total"])
 def kl_backward_kernel(upstream, log_prob, reference, out, total, limit, cap, KIND: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK
     if at + BLOCK <= total:

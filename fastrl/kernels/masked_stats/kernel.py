@@ -36,7 +36,7 @@ def _block_stats(x, mask, at, start, end, total, HAS_MASK: tl.constexpr, FULL: t
     return count, block_sum, mean, squares, low, high, bad
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row_length", "total", "rows", "ddof"])
 def stats_rows_kernel(
     x, mask, columns, cu_seqlens, row_length, total, rows, ddof,
     HAS_MASK: tl.constexpr, RAGGED: tl.constexpr, VARIANCE: tl.constexpr, BLOCK: tl.constexpr,
@@ -78,7 +78,7 @@ def stats_rows_kernel(
     tl.store(place + 5 * rows, high)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "ddof"])
 def stats_merge_kernel(columns, out, count_out, rows, ddof, BLOCK: tl.constexpr):
     """out [5]: sum, mean, variance, min, max of all rows; count_out int64. One program."""
     lane = tl.arange(0, BLOCK)

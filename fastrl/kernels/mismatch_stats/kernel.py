@@ -50,7 +50,7 @@ def _columns(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row_length", "total", "rows"])
 def mismatch_kernel(
     log_prob, rollout, mask, sums, maxima, cu_seqlens, row_length, total, rows, limit,
     HAS_MASK: tl.constexpr, RAGGED: tl.constexpr, SEQUENCES: tl.constexpr, BLOCK: tl.constexpr,

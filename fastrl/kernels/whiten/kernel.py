@@ -24,7 +24,7 @@ def _apply(x, mask, y, at, total, mean, scale, HAS_MASK: tl.constexpr, FULL: tl.
         tl.store(y + t, out, mask=t < total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total"])
 def whiten_kernel(
     x, mask, y, mean, var, count, total, eps, HAS_MASK: tl.constexpr, HAS_COUNT: tl.constexpr, BLOCK: tl.constexpr
 ):
