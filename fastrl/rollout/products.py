@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import linear, rms_norm
 
 _PACK_ROWS = 32  # the number of rows oneDNN chooses its layout for; the layout then serves any number
@@ -98,6 +98,17 @@ def interleaved(x: Tensor, dim: int) -> Tensor:
 def onednn_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     """x [M, I] weight^T + bias; weight [O, I], plain or packed. On plain float32 ones still faster than MKL."""
     return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
+
+
+def onednn_takes(x: Tensor, weight: Tensor) -> bool:
+    """Whether `onednn_linear` serves these as they are: plain float32 on a CPU, outside autocast."""
+    return (
+        x.device.type == "cpu"
+        and x.dtype == weight.dtype == torch.float32
+        and type(weight) in (Tensor, nn.Parameter)
+        and torch.backends.mkldnn.is_available()
+        and not torch.is_autocast_enabled("cpu")
+    )
 
 
 def norm_of(weight: Tensor, eps: float, dtype: torch.dtype) -> Norm:

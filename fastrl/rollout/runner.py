@@ -10,8 +10,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fastrl.models.attention import IMPLEMENTATION
-from fastrl.models.head import head_of, logits_of, trunk
+from fastrl.models.head import cap_logits, head_of, logits_of, trunk
 from fastrl.rollout.layouts import RowsLayout
+from fastrl.rollout.products import onednn_linear, onednn_takes
 
 
 class Runner(Protocol):
@@ -57,7 +58,10 @@ class ModuleRunner:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See Runner."""
-        return logits_of(hidden, head_of(self.model))
+        head = head_of(self.model)
+        if onednn_takes(hidden, head.weight):
+            return cap_logits(onednn_linear(hidden, head.weight, head.bias), head)
+        return logits_of(hidden, head)
 
     def expect(self, passes: int) -> None:
         """Nothing to prepare."""
