@@ -166,6 +166,8 @@ def main() -> None:
     tokenizer.padding_side = "right"
     model.save_pretrained(arguments.out)
     tokenizer.save_pretrained(arguments.out)
+    for file in arguments.out.iterdir():
+        file.chmod(0o644)  # safetensors writes files that only their owner may read
     print(f"saved in {arguments.out}")
 
 
