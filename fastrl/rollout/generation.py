@@ -38,6 +38,16 @@ class Running:
     finish_reason: FinishReason | None = None
 
 
+@dataclass
+class CallStatistics:
+    """What one call of generate computed."""
+
+    passes: int = 0  # forward passes
+    prompt_tokens: int = 0  # rows of prefill passes, common beginnings counted once
+    decode_rows: int = 0  # rows of decode passes
+    drawn_tokens: int = 0  # more than decode_rows by what samples shared, and by the first tokens
+
+
 @dataclass(eq=False)
 class Group:
     """A distinct prompt and its samples."""
@@ -83,6 +93,7 @@ class Generation:
         self.temperatures = np.zeros(0)
         self.counts = np.zeros(0, np.int64)  # per active sample: tokens drawn
         self.limits = np.zeros(0, np.int64)
+        self.statistics = CallStatistics()
         self.pending = np.zeros(0, np.int64)  # per row: the token to feed next
         # Stop strings are looked for in the last tokens only: a token is at least one byte of text.
         self.stop_window = 8 + max((len(s.encode()) for s in params.stop), default=0)
@@ -102,6 +113,8 @@ class Generation:
         if self.active:
             positions = self.layout.begin()
             hidden = self.runner.hidden(self.pending, positions, self.layout)
+            self.statistics.passes += 1
+            self.statistics.decode_rows += len(self.pending)
             self.layout.end()
             tokens, log_probs = self._draw(hidden, self.rows, self.active, self.seeds, self.counts, self.temperatures)
             finished += self._advance(tokens, log_probs)
@@ -194,6 +207,8 @@ class Generation:
         packed = PackedPrompts([self.groups[n].prompt for n in numbers])
         layout = PrefillLayout(packed, self.device)
         hidden = self.runner.hidden(packed.tokens, packed.positions, layout)
+        self.statistics.passes += 1
+        self.statistics.prompt_tokens += len(packed.tokens)
         last = hidden[torch.from_numpy(packed.last).to(self.device)]
         for i, number in enumerate(numbers):
             self.groups[number].hidden = last[i : i + 1]
@@ -212,6 +227,7 @@ class Generation:
         temperatures: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray]:
         """The next token and its log-prob for each sample [S] from hidden rows [R, H]; rows [S] says which."""
+        self.statistics.drawn_tokens += len(samples)
         uniform = uniforms(seeds, counts)
         tokens = np.empty(len(samples), np.int64)
         log_probs = np.empty(len(samples), np.float64)

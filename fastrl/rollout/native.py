@@ -19,7 +19,7 @@ from fastrl.errors import EngineError, ModelError
 from fastrl.models.double import keep_double
 from fastrl.models.head import head_of
 from fastrl.rollout.engine import EngineHealth, GenerationRequest, Sample, SamplingParams, WakePart, check_requests
-from fastrl.rollout.generation import Generation, Running
+from fastrl.rollout.generation import CallStatistics, Generation, Running
 from fastrl.rollout.plain_decoder import PlainDecoder, is_sharded, largest_difference, why_not_plain
 from fastrl.rollout.runner import ModuleRunner, Runner, uses_layouts
 
@@ -72,7 +72,7 @@ class NativeEngine:
         self._abort = threading.Event()
         self._asleep = False
         self._closed = False
-        self._last_steps = 0  # of the generate before: how long responses are at this stage of training
+        self.last_call = CallStatistics()  # of the generate before: how long responses are at this stage of training
 
     def _choose_runner(self, fast_path: bool | None) -> str | None:
         """Take the fast forward pass if it is wanted and right; otherwise the reason why not."""
@@ -140,11 +140,9 @@ class NativeEngine:
             raise EngineError("generate while another generate is running: exhaust or close its iterator first")
         self._abort.clear()
         self._current = generation
-        self._runner.expect(min(self._last_steps or generation.cache.longest, generation.cache.longest))
-        steps = 0
+        self._runner.expect(min(self.last_call.passes or generation.cache.longest, generation.cache.longest))
         try:
             while not generation.done:
-                steps += 1
                 with self._modes():  # for one step only: a generator would leak them to its consumer
                     finished = generation.abort() if self._abort.is_set() else generation.step()
                 for sample in finished:
@@ -152,7 +150,7 @@ class NativeEngine:
         finally:
             generation.close()
             self._current = None
-            self._last_steps = steps
+            self.last_call = generation.statistics
 
     def _decode(self, tokens: list[int]) -> str:
         assert self.tokenizer is not None

@@ -247,6 +247,7 @@ def test_samples_that_agree_so_far_are_computed_once(monkeypatch):
     monkeypatch.setattr(engine._runner, "hidden", counted)
     collect(engine, [GenerationRequest(0, PROMPTS[0], 5)], SamplingParams(temperature=0, max_tokens=4))
     assert rows == [7, 1, 1, 1]
+    assert vars(engine.last_call) == {"passes": 4, "prompt_tokens": 7, "decode_rows": 3, "drawn_tokens": 20}
 
 
 def test_samples_stream_in_the_order_they_finish():
