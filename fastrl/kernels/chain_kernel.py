@@ -30,6 +30,7 @@ def _scale(gradient, upstream, out, at, total, factor, EACH: tl.constexpr, FULL:
 def chain_kernel(
     gradient, upstream, count, out, total, EACH: tl.constexpr, HAS_COUNT: tl.constexpr, BLOCK: tl.constexpr
 ):
+    """out = gradient x upstream [/ max(count, 1)]."""
     at = tl.program_id(0).to(tl.int64) * BLOCK
     factor = 1.0
     if not EACH:

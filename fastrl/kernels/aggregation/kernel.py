@@ -160,6 +160,7 @@ def aggregate_backward_kernel(
     upstream, mask, weights, scale, cu_seqlens, out, total, row_length, sequences, steps,
     HAS_MASK: tl.constexpr, HAS_WEIGHTS: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """out = upstream m w scale, in the dtype of the token loss."""
     at = tl.program_id(0).to(tl.int64) * BLOCK
     up = tl.load(upstream).to(tl.float32)
     if at + BLOCK <= total:

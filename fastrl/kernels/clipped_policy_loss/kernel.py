@@ -105,6 +105,7 @@ def policy_loss_kernel(
     HAS_MASK: tl.constexpr, HAS_WEIGHTS: tl.constexpr, SCALE: tl.constexpr, PER_TOKEN: tl.constexpr,
     GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """One program BLOCK tokens; without PER_TOKEN the last to arrive writes loss and statistics."""
     at = tl.program_id(0).to(tl.int64) * BLOCK
     if at + BLOCK <= total:
         _block(

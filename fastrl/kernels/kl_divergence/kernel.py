@@ -56,6 +56,7 @@ def _forward(
 
 @triton.jit(do_not_specialize=["total"])
 def kl_forward_kernel(log_prob, reference, out, total, limit, cap, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    """out = estimator KIND of log_prob - reference."""
     at = tl.program_id(0).to(tl.int64) * BLOCK
     if at + BLOCK <= total:
         _forward(log_prob, reference, out, at, total, limit, cap, KIND, True, BLOCK)
@@ -81,6 +82,7 @@ def _backward(
 
 @triton.jit(do_not_specialize=["total"])
 def kl_backward_kernel(upstream, log_prob, reference, out, total, limit, cap, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    """out = upstream times the derivative of estimator KIND."""
     at = tl.program_id(0).to(tl.int64) * BLOCK
     if at + BLOCK <= total:
         _backward(upstream, log_prob, reference, out, at, total, limit, cap, KIND, True, BLOCK)

@@ -28,6 +28,7 @@ def _apply(x, mask, y, at, total, mean, scale, HAS_MASK: tl.constexpr, FULL: tl.
 def whiten_kernel(
     x, mask, y, mean, var, count, total, eps, HAS_MASK: tl.constexpr, HAS_COUNT: tl.constexpr, BLOCK: tl.constexpr
 ):
+    """y = (x - mean) / sqrt(var + eps) inside the mask, 0 outside; the statistics are read from the device."""
     at = tl.program_id(0).to(tl.int64) * BLOCK
     centre = tl.load(mean).to(tl.float32)
     scale = 1.0 / tl.sqrt_rn(tl.load(var).to(tl.float32) + eps)
