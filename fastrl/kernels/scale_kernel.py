@@ -10,7 +10,7 @@ from . import launch
 from .dispatch import on_device_of
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total", "programs"])
 def scale_kernel(x, factor, total, programs, BLOCK: tl.constexpr):
     """x *= factor, by `programs` programs in turns."""
     number = tl.load(factor).to(tl.float32)

@@ -106,6 +106,50 @@ def _run_packing(values: int) -> Callable[[], Any]:
     return lambda: pack_weights(source, bucket, torch.bfloat16)
 
 
+def _logits(vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = max(1, (1 << 28) // vocabulary)
+    logits = torch.randn((rows, vocabulary), dtype=torch.bfloat16, device="cuda")
+    return logits, torch.randint(0, vocabulary, (rows,), device="cuda")
+
+
+def _run_row_statistics(vocabulary: int) -> Callable[[], Any]:
+    from . import log_prob
+
+    logits, labels = _logits(vocabulary)
+    return lambda: log_prob(logits, labels, want_entropy=True)
+
+
+def _run_row_gradient(vocabulary: int) -> Callable[[], Any]:
+    from . import log_prob
+
+    logits, labels = _logits(vocabulary)
+    value = log_prob(logits.requires_grad_(), labels).log_prob.sum()
+    return lambda: torch.autograd.grad(value, logits, retain_graph=True)
+
+
+def _run_row_weighted(vocabulary: int) -> Callable[[], Any]:
+    from . import logits_token_loss
+
+    logits, labels = _logits(vocabulary)
+    weights = torch.ones(labels.shape, device="cuda")
+    # a fresh alias each time: the gradient that took the logits' place is as good as logits for timing
+    return lambda: logits_token_loss(logits.detach().requires_grad_(), labels, weights)
+
+
+def _run_scale_in_place(values: int) -> Callable[[], Any]:
+    from .scale_kernel import scale_in_place
+
+    x, factor = torch.randn(values, dtype=torch.bfloat16, device="cuda"), torch.tensor(-1.0, device="cuda")
+    return lambda: scale_in_place(x, factor)
+
+
+_ROWS = [  # a thread loads 8 or 16 bfloat16 values of a row of the tile at a time
+    {"DEPTH": depth, "WIDTH": width, "num_warps": warps}
+    for depth in (1, 2, 4, 8)
+    for width in (512, 1024, 2048, 4096, 8192)
+    for warps in (2, 4, 8, 16)
+    if width // (32 * warps) in (8, 16) and depth * width <= 32768
+]
 _SCAN = [
     {"ROWS": rows, "CHUNK_BLOCKS": 4096 // (16 * rows) or 1, "SPLIT_ROWS": 256, "num_warps": rows // 32}
     for rows in (32, 64, 128, 256)
@@ -118,6 +162,10 @@ TRIALS: dict[str, Trial] = {
     ),
     "mismatch": Trial(_blocks(512, 1024, 2048, STRETCH=4096), (512, 4096), _run_mismatch),
     "pack_weights": Trial(_blocks(1024, 2048, 4096, PIECE=32768), (1 << 24,), _run_packing),
+    "row_gradient": Trial(_ROWS, (8192, 131072), _run_row_gradient),
+    "row_statistics": Trial(_ROWS, (8192, 131072), _run_row_statistics),
+    "row_weighted": Trial(_ROWS, (8192, 131072), _run_row_weighted),
+    "scale_in_place": Trial(_blocks(2048, 4096, 8192, PROGRAMS=1024), (1 << 28,), _run_scale_in_place),
     "scan": Trial(_SCAN, (512, 4096), _run_scan),
     "stats_rows": Trial(_blocks(512, 1024, 2048, STRETCH=4096), (512, 4096), _run_stats),
     "token_loss": Trial(_blocks(512, 1024, 2048, 4096), (1 << 15, 1 << 20), _run_token_loss),

@@ -80,7 +80,7 @@ def _label_score(row, label, stride, vocabulary, inner, CAPPED: tl.constexpr):
     return f
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width", "ignore"])
 def statistics_kernel(
     logits, labels, temperature, log_prob, entropy, sum_sq, row_max, log_sum,
     width, group_stride, row_stride, stride, vocabulary, number, top, inner, ignore,
@@ -150,7 +150,7 @@ def _write_row(
         tl.store(target + column_offsets(columns, target_stride, STRIDED), d.to(target.dtype.element_ty))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "width", "ignore"])
 def gradient_kernel(
     logits, out, labels, temperature, grad_log_prob, grad_entropy, entropy, row_max, log_sum,
     rows, width, group_stride, row_stride, stride, out_group_stride, out_row_stride, out_stride,
@@ -188,7 +188,7 @@ def gradient_kernel(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width", "ignore"])
 def weighted_kernel(
     logits, labels, temperature, weights, log_prob,
     width, group_stride, row_stride, stride, vocabulary, number, top, inner, ignore,
