@@ -18,6 +18,13 @@ SUMS = ("tokens", "log_w", "k3", "w", "w2", "q", "q2", "d", "d2", "qd", "abs_d",
 MAXIMA = ("abs_log_w", "k3", "abs_d", "abs_sequence_log_w")
 
 
+def _per_sequence(x: torch.Tensor, like: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+    """float64 sums [S] of flat `x`."""
+    if cu_seqlens is None:
+        return x.reshape(like.shape).sum(1, dtype=torch.float64)
+    return segment_sum(x.to(torch.float64), offsets_of(like, cu_seqlens))
+
+
 def mismatch_sums_reference(
     log_prob: torch.Tensor,
     rollout_log_prob: torch.Tensor,
@@ -37,15 +44,13 @@ def mismatch_sums_reference(
     q = torch.where(inside, old.exp(), zero)
     d = torch.where(inside, new.exp(), zero) - q
     w = torch.where(inside, w, zero)
-    columns = [inside.to(dtype), log_w, k3, w, w * w, q, q * q, d, d * d, q * d, d.abs()]
-    token_sums = torch.stack(columns).to(torch.float64).sum(1)
-    none = zero.reshape(1)
-    token_max = torch.stack([torch.cat([x, none]).amax() for x in (log_w.abs(), k3, d.abs())]).to(torch.float64)
+    columns = (inside, log_w, k3, w, w * w, q, q * q, d, d * d, q * d, d.abs())
+    token_sums = torch.stack([x.sum(dtype=torch.float64) for x in columns])
+    largest = [x.amax() if x.numel() else zero for x in (log_w.abs(), k3, d.abs())]
+    token_max = torch.stack(largest).to(torch.float64)
     if cu_seqlens is None and log_prob.dim() != 2:
         return torch.cat([token_sums, token_sums.new_zeros(2)]), torch.cat([token_max, token_max.new_zeros(1)])
-    offsets = offsets_of(log_prob, cu_seqlens)
-    length = segment_sum(inside.to(torch.float64), offsets)
-    total = segment_sum(log_w.to(torch.float64), offsets)
+    length, total = (_per_sequence(x, log_prob, cu_seqlens) for x in (inside, log_w))
     squares = torch.where(length > 0, (2 * total.clamp(-LIMIT, LIMIT)).exp(), torch.zeros_like(total)).sum()
     mean = torch.cat([total.abs() / length.clamp(min=1), total.new_zeros(1)]).amax()
     sequence_sums = torch.stack([(length > 0).sum().to(torch.float64), squares])
