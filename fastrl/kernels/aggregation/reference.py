@@ -28,10 +28,12 @@ def sequence_lengths_reference(
 ) -> torch.Tensor:
     """Tokens inside the mask of each sequence, int64 [S]."""
     check_cu_seqlens_values("aggregate", cu_seqlens, like.numel())
-    offsets = offsets_of(like, cu_seqlens)
     if mask is None:
+        offsets = offsets_of(like, cu_seqlens)
         return offsets[1:] - offsets[:-1]
-    return segment_sum(bool_mask(mask, like).to(torch.int64), offsets)
+    if cu_seqlens is None:
+        return (mask != 0).sum(1)
+    return segment_sum(bool_mask(mask, like).to(torch.int64), offsets_of(like, cu_seqlens))
 
 
 def aggregation_scale_reference(
@@ -67,6 +69,8 @@ def token_scale(scale: torch.Tensor, like: torch.Tensor, cu_seqlens: torch.Tenso
     """`scale` [S] (or one value for all) spread over the flat tokens, [T] (or [1])."""
     if scale.numel() == 1:
         return scale.reshape(1)
+    if cu_seqlens is None:
+        return scale[:, None].expand(like.shape).reshape(-1)
     return scale[segment_ids(offsets_of(like, cu_seqlens), like.numel())]
 
 
