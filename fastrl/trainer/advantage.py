@@ -32,7 +32,7 @@ class AdvantageStage:
     options: dict[str, Any]
     whiten: bool
     kl_controller: FixedKL
-    kl: Entry  # estimator of the KL in the reward
+    kl: Entry | None = None  # estimator of the KL in the reward; None without such a term
     correction: Entry | None = None
     correction_options: dict[str, Any] = field(default_factory=dict)
     overlong_masking: bool = False
@@ -71,7 +71,7 @@ class AdvantageStage:
         placed = place_scores(scores, batch.response_mask, batch.cu_seqlens)
         rewards = placed
         beta = self.kl_controller.value
-        if beta > 0:
+        if beta > 0 and self.kl is not None:
             kl = self.kl.call({"log_prob": batch.need("old_log_prob"), "ref_log_prob": batch.need("ref_log_prob")})
             rewards = kl_in_reward(placed, kl, batch.response_mask, beta=beta)
             per_sequence = sequence_sums(torch.where(batch.response_mask, kl, torch.zeros_like(kl)), batch)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fastrl.algorithms import get_correction, get_kl
 from fastrl.algorithms.kl import AdaptiveKL, unbiased_kl
+from fastrl.algorithms.registry import get_kl
 from fastrl.algorithms.token_rewards import kl_in_reward, place_scores
 from fastrl.algorithms.value_loss import value_loss as value_loss_of
 from fastrl.config.schema import Config
@@ -228,7 +229,7 @@ def value_loss(i: dict[str, Any]) -> dict[str, Any]:
 
 def total_loss(i: dict[str, Any]) -> dict[str, Any]:
     loss = tensor([i["policy_loss"]])
-    one = LossSettings(GIVEN.policy_loss, {}, kl_kind="k1", kl_coef=i["kl_coef"])
+    one = LossSettings(GIVEN.policy_loss, {}, kl=get_kl("k1"), kl_coef=i["kl_coef"])
     members = optimizer_members(flags([1]), [1], "token-sum", None, ref_log_prob=loss - i["kl"])
     members = OptimizerBatch(members.batch, members.sequences, members.scale, entropy_coef=i["entropy_coef"])
     terms, _ = token_terms(one, members, loss, tensor([i["entropy"]]), torch.arange(1))
