@@ -10,7 +10,6 @@ from torch import Tensor
 
 from fastrl.algorithms import get_correction, get_kl
 from fastrl.algorithms.kl import AdaptiveKL, unbiased_kl
-from fastrl.algorithms.registry import get_kl
 from fastrl.algorithms.token_rewards import kl_in_reward, place_scores
 from fastrl.algorithms.value_loss import value_loss as value_loss_of
 from fastrl.config.schema import Config
