@@ -42,7 +42,7 @@ def export_run(run: str | Path, folder: str | Path, *, dtype: str | None = None)
         chat_template=m.chat_template,
     )
     state = model.state_dict()
-    tensors, _ = load_checkpoint(checkpoint, {"policy": {"model": state}})
+    tensors, _ = load_checkpoint(checkpoint, {"policy": {"model": state, "optimizer": {}}})
     model.load_state_dict(tensors["policy"]["model"])
     if dtype is not None:
         model = model.to(dtype=getattr(torch, dtype))  # type: ignore[call-arg]

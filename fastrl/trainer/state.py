@@ -77,7 +77,8 @@ def restore(trainer: Trainer, manager: CheckpointManager, path: str) -> dict[str
 
 def restore_weights(parts: Parts, path: str) -> None:
     """The policy's weights of a checkpoint, nothing else."""
-    tensors, state = load_checkpoint(path, {"policy": {"model": parts.actor.model.state_dict()}})
+    wanted = {"policy": {"model": parts.actor.model.state_dict(), "optimizer": {}}}
+    tensors, state = load_checkpoint(path, wanted)
     parts.actor.model.load_state_dict(tensors["policy"]["model"])
     parts.engine.update_weights(parts.actor.model, state["version"])
 
