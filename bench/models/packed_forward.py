@@ -1,4 +1,5 @@
-"""Forward and backward of a model's trunk over one micro-batch: padded, with repeated prompts, and as a prefix tree.
+"""Forward and backward of a model's trunk over one micro-batch: padded, with repeated prompts, and as a prefix tree
+(with the tiled attention, and with SDPA per segment).
 
     python bench/models/packed_forward.py --model DIR [--rounds 5] [--out FILE]
 
@@ -87,13 +88,16 @@ def padded_rows(model: PreTrainedModel, batch: RolloutBatch) -> Tensor:
     )
 
 
-def packed_rows(model: PreTrainedModel, micro: MicroBatch) -> Tensor:
+def packed_rows(model: PreTrainedModel, micro: MicroBatch, attention: str = "auto") -> Tensor:
     """The same rows, in the batch's order."""
+    setattr(model, "fastrl_attention", attention)  # noqa: B010
     rows = hidden_rows(model, micro)
     return torch.empty_like(rows).index_copy(0, micro.token_index, rows)
 
 
-def time_case(plain: PreTrainedModel, model: PreTrainedModel, batch: RolloutBatch, rounds: int) -> dict[str, Any]:
+def time_case(
+    plain: PreTrainedModel, model: PreTrainedModel, batch: RolloutBatch, options: argparse.Namespace
+) -> dict[str, Any]:
     """Seconds per variant, after they agreed."""
     longest = int((batch.lengths + batch.prompt_lengths[batch.group_index]).max())
     micros = {name: pack(batch, max_tokens=10**9, share_prompts=name == "tree")[0] for name in ("repeated", "tree")}
@@ -101,6 +105,7 @@ def time_case(plain: PreTrainedModel, model: PreTrainedModel, batch: RolloutBatc
         "padded": (plain, lambda: padded_rows(plain, batch), longest * batch.num_sequences),
         "repeated": (model, lambda: packed_rows(model, micros["repeated"]), micros["repeated"].num_rows),
         "tree": (model, lambda: packed_rows(model, micros["tree"]), micros["tree"].num_rows),
+        "tree, sdpa": (model, lambda: packed_rows(model, micros["tree"], "sdpa"), micros["tree"].num_rows),
     }  # fmt: skip
     with torch.no_grad():
         reference = variants["padded"][1]()
@@ -108,9 +113,10 @@ def time_case(plain: PreTrainedModel, model: PreTrainedModel, batch: RolloutBatc
             error = float((run() - reference).norm() / reference.norm())
             assert error < 1e-4, f"{name} differs from the padded forward by {error:.1e}"
     grad = torch.randn(reference.shape, generator=torch.Generator().manual_seed(0))
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
-    for _ in range(rounds + 1):  # the first round warms up
-        for name, (owner, run, _) in variants.items():
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in options.variants}
+    for _ in range(options.rounds + 1):  # the first round warms up
+        for name in times:
+            owner, run, _ = variants[name]
             started = time.thread_time()
             rows = run()
             middle = time.thread_time()
@@ -136,6 +142,7 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="Hugging Face folder")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cases", nargs="*", default=["sums", "short", "long"])
+    parser.add_argument("--variants", nargs="*", default=["padded", "repeated", "tree", "tree, sdpa"], help="to time")
     parser.add_argument("--no-heap", action="store_true")
     parser.add_argument("--no-onednn", action="store_true")
     parser.add_argument("--out", type=Path)
@@ -159,7 +166,7 @@ def main() -> None:
             "heap kept": heap,
             "onednn": not options.no_onednn,
         },
-        "cases": {name: time_case(plain, model, found[name], options.rounds) for name in options.cases},
+        "cases": {name: time_case(plain, model, found[name], options) for name in options.cases},
     }
     text = json.dumps(result, indent=1)
     print(text)

@@ -4,7 +4,8 @@
 
 Three cases: `full`, 8 prompts x 8 samples x 64 tokens, nobody stops early; `sums`, 4 prompts x 8 samples, at most 32
 tokens, samples stop at their end of sequence; `step`, one decode step of 32 rows taken apart. Nothing is timed before
-both give the same greedy tokens. One thread, `time.thread_time`, medians over rounds.
+all give the same greedy tokens. One thread, `time.thread_time`, medians over rounds; as in training, the heap is kept
+and the engine's weights are new at every call.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from fastrl.models.cpu import keep_heap
 from fastrl.models.load import load_model, load_tokenizer, stop_token_ids
 from fastrl.rollout import sampling
 from fastrl.rollout.engine import GenerationRequest, SamplingParams
@@ -90,7 +92,7 @@ class Native:
     def __call__(
         self, prompts: list[list[int]], samples: int, tokens: int, *, greedy: bool, stop: bool, seed: int
     ) -> list[list[int]]:
-        """Responses in the order of the prompts. As in training, the weights are new each time."""
+        """Responses in the order of the prompts."""
         self.version += 1
         self.engine.update_weights(self.engine.model, self.version)
         requests = [GenerationRequest(i, p, samples) for i, p in enumerate(prompts)]
@@ -185,6 +187,7 @@ def main() -> None:
     parser.add_argument("--out")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    keep_heap()
     tokenizer, model = load_tokenizer(args.model), load_model(args.model)
     stop_ids = sorted(stop_token_ids(model, tokenizer))
     prompts = prompts_of(tokenizer, 8, seed=0)

@@ -9,6 +9,7 @@ import numpy as np
 
 def gae(rewards, values, mask, offsets, gamma, lam, bootstrap=None):
     """lam and bootstrap: one value per sequence (lam may be a number)."""
+    rewards, values = np.asarray(rewards, np.float64), np.asarray(values, np.float64)
     advantages, returns = np.zeros(len(rewards)), np.zeros(len(rewards))
     for s in range(len(offsets) - 1):
         lam_s = lam if np.isscalar(lam) else lam[s]
@@ -24,6 +25,7 @@ def gae(rewards, values, mask, offsets, gamma, lam, bootstrap=None):
 
 
 def discounted_returns(rewards, mask, offsets, gamma):
+    rewards = np.asarray(rewards, np.float64)
     out = np.zeros(len(rewards))
     for s in range(len(offsets) - 1):
         carry = 0.0

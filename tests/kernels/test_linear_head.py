@@ -211,6 +211,23 @@ def test_only_what_is_needed_gets_a_gradient():
     assert hidden.grad is not None and weight.grad is not None and bias.grad is None
 
 
+def test_a_callback_may_use_another_head():
+    hidden, weight, bias, labels = case(torch.float32)
+    other, _, _, _ = case(torch.float32, seed=9)
+    with torch.no_grad():
+        want = linear_log_prob(other, weight, labels).log_prob
+
+    def difference(lp, entropy, part):
+        return (lp - linear_log_prob(other[part].detach(), weight.detach(), labels[part]).log_prob).square()
+
+    expected = (naive(hidden, weight, bias, labels)[0] - want).square().sum()
+    want_grads = torch.autograd.grad(expected, (hidden, weight, bias))
+    loss, _, _ = linear_token_loss(hidden, weight, labels, difference, bias=bias, chunk_size=4)
+    close(loss, expected, 1e-5)
+    for got, grad in zip(torch.autograd.grad(loss, (hidden, weight, bias)), want_grads):
+        close(got, grad, 3e-6)
+
+
 def test_no_grad_makes_no_gradient():
     hidden, weight, bias, labels = case(torch.float32)
     seen = []

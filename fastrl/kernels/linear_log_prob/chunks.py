@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ from ..log_prob.reference import (
     statistics_of_rows,
     weighted_of_rows,
 )
-from ..pages import large_pages
+from ..scratch import scratch
 from .gemm import add_bias_gradient, add_weight_gradient, hidden_gradient, project
 
 # Bytes of logits that exist at a time on a CPU: 256 rows of 49152 in float32, 512 in bfloat16 (which pays for each
@@ -77,9 +78,7 @@ def make_head(
     """The operands cast to the compute dtype (a weight in another dtype is copied once for all chunks)."""
     if not hidden.is_contiguous():
         hidden = hidden.contiguous()
-    if weight.dtype != dtype:
-        weight = large_pages(torch.empty_like(weight, dtype=dtype, memory_format=torch.contiguous_format)).copy_(weight)
-    return Head(hidden.to(dtype), weight, None if bias is None else bias.to(dtype), labels, options)
+    return Head(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), labels, options)
 
 
 def chunks(count: int, size: int) -> Iterator[slice]:
@@ -89,11 +88,13 @@ def chunks(count: int, size: int) -> Iterator[slice]:
         yield slice(count * i // number, count * (i + 1) // number)
 
 
-def logits_buffer(head: Head, size: int) -> torch.Tensor:
+@contextlib.contextmanager
+def logits_buffer(head: Head, size: int) -> Iterator[torch.Tensor]:
     """Room for the logits of the largest chunk; rows start at multiples of 16 elements, for wide loads."""
     rows = max((part.stop - part.start for part in chunks(head.labels.shape[0], size)), default=0)
     vocabulary = head.weight.shape[0]
-    return large_pages(head.hidden.new_empty((rows, -(-vocabulary // 16) * 16)))[:, :vocabulary]
+    with scratch((rows, -(-vocabulary // 16) * 16), head.hidden.dtype, head.hidden.device) as buffer:
+        yield buffer[:, :vocabulary]
 
 
 class Gradients:
@@ -118,9 +119,8 @@ class Gradients:
             # one chunk needs no sum: it is rounded to the weight's dtype once, like a sum in float32 would be
             exact = head.weight.dtype if chunk_count <= 1 and weight_dtype == head.weight.dtype else None
             dtype = exact or accumulate_dtype(head.weight)
-            into = large_pages(torch.empty((vocabulary, size), dtype=dtype, device=head.weight.device))
-            if not chunk_count:
-                into.zero_()
+            make = torch.empty if chunk_count else torch.zeros
+            into = make((vocabulary, size), dtype=dtype, device=head.weight.device)
         self.weight = into
         self.bias = (
             torch.zeros(vocabulary, dtype=accumulate_dtype(head.weight), device=head.weight.device)
@@ -154,11 +154,11 @@ def forward_in_chunks(
     """Statistics of all rows; at most `chunk_size` rows of logits exist at a time."""
     count, size = head.labels.shape[0], chunk_size or kernels.chunk_rows(head.hidden.dtype, head.weight.shape[0])
     out = empty_statistics(count, head.hidden, want_entropy, want_sum_sq)
-    buffer = logits_buffer(head, size)
-    for part in chunks(count, size):
-        chunk = head.chunk(part)
-        logits = project(chunk.hidden, chunk.weight, chunk.bias, buffer[: chunk.labels.shape[0]])
-        kernels.statistics(logits, chunk.labels, chunk.options, out.rows(part))
+    with logits_buffer(head, size) as buffer:
+        for part in chunks(count, size):
+            chunk = head.chunk(part)
+            logits = project(chunk.hidden, chunk.weight, chunk.bias, buffer[: chunk.labels.shape[0]])
+            kernels.statistics(logits, chunk.labels, chunk.options, out.rows(part))
     return out
 
 
@@ -176,11 +176,11 @@ def backward_in_chunks(
     size = chunk_size or kernels.chunk_rows(head.hidden.dtype, head.weight.shape[0])
     parts = list(chunks(head.labels.shape[0], size))
     total = Gradients(head, needs, weight_dtype, len(parts))
-    buffer = logits_buffer(head, size)
-    for part in parts:
-        chunk = head.chunk(part)
-        logits = project(chunk.hidden, chunk.weight, chunk.bias, buffer[: chunk.labels.shape[0]])
-        g, h = grad_log_prob[part], None if grad_entropy is None else grad_entropy[part]
-        kernels.gradient(logits, chunk.labels, chunk.options, statistics.rows(part), g, h, logits)
-        total.add(part, chunk, logits, dead_rows(g, h))
+    with logits_buffer(head, size) as buffer:
+        for part in parts:
+            chunk = head.chunk(part)
+            logits = project(chunk.hidden, chunk.weight, chunk.bias, buffer[: chunk.labels.shape[0]])
+            g, h = grad_log_prob[part], None if grad_entropy is None else grad_entropy[part]
+            kernels.gradient(logits, chunk.labels, chunk.options, statistics.rows(part), g, h, logits)
+            total.add(part, chunk, logits, dead_rows(g, h))
     return total

@@ -138,18 +138,19 @@ def head_loss(
     parts = list(chunks(count, size))
     want_gradient = any(needs) or weight_grad is not None
     total = Gradients(head, needs, weight_dtype, len(parts), weight_grad) if want_gradient else None
-    buffer = logits_buffer(head, size)
     losses, stats = [], []
-    for part in parts:
-        chunk = head.chunk(part)
-        logits = project(chunk.hidden, chunk.weight, chunk.bias, buffer[: chunk.labels.shape[0]])
-        out = None if total is None else logits
-        result = loss_of_rows(
-            "linear_token_loss", kernels, logits, chunk.labels, chunk.options, rows.rows(part), token_loss, part, out
-        )
-        losses.append(result.loss)
-        stats.append(result.stats)
-        if total is not None and result.grad_log_prob is not None:
-            total.add(part, chunk, logits, dead_rows(result.grad_log_prob, result.grad_entropy))
+    with logits_buffer(head, size) as buffer:
+        for part in parts:
+            chunk = head.chunk(part)
+            logits = project(chunk.hidden, chunk.weight, chunk.bias, buffer[: chunk.labels.shape[0]])
+            out = None if total is None else logits
+            mine = rows.rows(part)
+            result = loss_of_rows(
+                "linear_token_loss", kernels, logits, chunk.labels, chunk.options, mine, token_loss, part, out
+            )
+            losses.append(result.loss)
+            stats.append(result.stats)
+            if total is not None and result.grad_log_prob is not None:
+                total.add(part, chunk, logits, dead_rows(result.grad_log_prob, result.grad_entropy))
     loss = torch.stack(losses).sum() if losses else rows.log_prob.new_zeros(())
     return HeadLoss(loss, rows, join_stats(stats), total)

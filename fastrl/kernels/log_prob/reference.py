@@ -18,7 +18,6 @@ import torch
 
 from ..checks import check_label_values
 from ..dispatch import accumulate_dtype
-from ..pages import large_pages
 
 LOG2E = 1.0 / math.log(2.0)
 LN2 = math.log(2.0)
@@ -258,7 +257,7 @@ def log_prob_backward_reference(
     ignore_index: int,
 ) -> torch.Tensor:
     """d loss / d logits, a new contiguous tensor like logits."""
-    out = large_pages(torch.empty_like(logits, memory_format=torch.contiguous_format))
+    out = torch.empty_like(logits, memory_format=torch.contiguous_format)
     groups = as_row_groups(logits)
     written, width = out.view(groups.shape), groups.shape[1]
     rows = lambda x, part: x if x is None or x.numel() == 0 else x.reshape(-1)[part]  # noqa: E731
