@@ -140,7 +140,7 @@ class NativeEngine:
             raise EngineError("generate while another generate is running: exhaust or close its iterator first")
         self._abort.clear()
         self._current = generation
-        self._runner.expect(min(self.last_call.passes or generation.cache.longest, generation.cache.longest))
+        self._runner.expect(generation.params.max_tokens)  # the same on every rank, and whatever was generated before
         try:
             while not generation.done:
                 with self._modes():  # for one step only: a generator would leak them to its consumer

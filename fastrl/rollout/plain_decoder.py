@@ -121,12 +121,11 @@ class PlainDecoder:
         return cap_logits(weights.head(hidden), weights.head_parameters)
 
     def expect(self, passes: int) -> None:
-        """Pack when that pays; what is packed already stays so."""
+        """Pack when that pays. Nothing else decides: a resumed run must compute what an uninterrupted one does."""
         packs = self.can_pack and passes >= _PAYBACK_PASSES
-        if packs and not self.packs:
-            self.release()
-        if self._weights is None:
+        if packs != self.packs:
             self.packs = packs
+            self.refresh()
 
     def refresh(self) -> None:
         """Copies are made anew at the next forward pass; now where gathering them takes every rank."""

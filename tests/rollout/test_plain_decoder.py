@@ -104,22 +104,20 @@ def test_sleep_frees_the_copies():
 
 
 def test_weights_are_packed_only_where_that_pays():
-    """Packing costs a few forward passes: after a call with short responses the next one goes without."""
+    """Packing costs a few forward passes. Calls before must not decide: a resumed run has none."""
     _, engine = build("llama", torch.float32)
     runner = engine._runner
     long, short = SamplingParams(max_tokens=20, seed=1), SamplingParams(max_tokens=3, seed=1)
     base = collect(engine, requests(2), short)
     assert not runner.packs  # no more than 3 passes to come
-    collect(engine, requests(2), long)
-    engine.update_weights(engine.model, 1)
-    collect(engine, requests(2), long)
+    fresh = collect(engine, requests(2), long)
     assert runner.packs
-    same(base, collect(engine, requests(2), short), 1e-5)
-    assert runner.packs  # the copies are there already
-    engine.update_weights(engine.model, 2)
-    collect(engine, requests(2), long)  # expected to be as short as the call before
+    same(base, collect(engine, requests(2), short), 0.0)
     assert not runner.packs
-    collect(engine, requests(2), long)
+    engine.update_weights(engine.model, 1)
+    stopped = SamplingParams(max_tokens=20, seed=1, stop_token_ids=tuple(range(40)))  # ends at once
+    collect(engine, requests(2), stopped)
+    same(fresh, collect(engine, requests(2), long), 0.0)
     assert runner.packs
 
 
