@@ -51,7 +51,7 @@ def main(settings: dict) -> None:
         if settings.get("ignore_eos"):
             from dataclasses import replace
 
-            parts.generator.params = replace(parts.generator.params, ignore_eos=True)
+            parts.generator.params = replace(parts.generator.params, ignore_eos=True, stop_token_ids=())
         trainer = Trainer(parts, Silent(), None, lambda score: None)
         print(json.dumps({"ready": True}), file=real_stdout, flush=True)
         for line in sys.stdin:
