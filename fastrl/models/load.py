@@ -20,6 +20,7 @@ from fastrl.models.attention import IMPLEMENTATION
 from fastrl.models.cpu import use_onednn
 from fastrl.models.double import KeepDouble
 from fastrl.models.head import trunk
+from fastrl.models.hub import local_files_only
 from fastrl.models.training_layout import choose_attention
 from fastrl.models.verify import refuse_by_name, verify
 
@@ -71,7 +72,7 @@ def load_model(
     source = _check_source(path, ("config.json",), "config.json: it is no Hugging Face model folder")
     parameter_dtype = torch.float64 if _as_dtype(dtype) == torch.float64 else torch.float32
     choose_attention(torch.device(device), _as_dtype(dtype), attention)
-    hub: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    hub = _hub_options(source, revision, trust_remote_code)
     try:
         config = AutoConfig.from_pretrained(source, **hub)
         refuse_by_name(config, path)
@@ -161,7 +162,7 @@ def load_tokenizer(
     """The tokenizer of a model folder; `chat_template` (a file with a Jinja template) replaces its own."""
     source = _check_source(path, TOKENIZER_FILES, "tokenizer: set model.tokenizer_path to one that does")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(source, **_hub_options(source, revision, trust_remote_code))
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(_explain(path, error)) from error
     if chat_template is not None:
@@ -205,6 +206,12 @@ def _check_source(path: str, needs: tuple[str, ...], hint: str) -> str:
     if path == BUILTIN_TINY or source.startswith((".", "/", "~")) or source.count("/") > 1:
         raise ModelError(f"model.path = {path}: no such folder")
     return source
+
+
+def _hub_options(source: str, revision: str | None, trust_remote_code: bool) -> dict[str, Any]:
+    """What `from_pretrained` is told about the hub."""
+    cached = local_files_only(Path(source).is_dir())
+    return {"revision": revision, "trust_remote_code": trust_remote_code, "local_files_only": cached}
 
 
 def _explain(path: str, error: Exception) -> str:

@@ -1,6 +1,7 @@
 """Loading models, tokenizers and critics; errors that name model.path."""
 
 import os
+import socket
 import subprocess
 import sys
 
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from fastrl.data.packing import pack
 from fastrl.errors import ModelError
+from fastrl.models import hub
 from fastrl.models.forward import hidden_rows, trunk_rows
 from fastrl.models.head import head_of, logits_of, trunk
 from fastrl.models.load import disable_dropout, load_critic, load_model, load_tokenizer, prepare_model, stop_token_ids
@@ -162,3 +164,25 @@ def test_prepare_model_keeps_a_model_in_place():
     model = tiny_model("llama")
     assert prepare_model(model) is model
     assert not model.training
+
+
+def test_without_network_the_hub_is_not_asked_again_and_again(monkeypatch):
+    asked = []
+
+    def no_name(*args, **kwargs):
+        asked.append(args)
+        raise socket.gaierror(-2, "Name or service not known")
+
+    for name in ("HF_HUB_OFFLINE", *(f"{p}_proxy" for p in ("http", "https", "all", "HTTP", "HTTPS", "ALL"))):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(socket, "getaddrinfo", no_name)
+    hub.hub_reachable.cache_clear()
+    try:
+        for load in (load_model, load_tokenizer):
+            with pytest.raises(
+                ModelError, match="not in the local cache, and the hub cannot be reached; or give a folder"
+            ):
+                load("nobody/such-a-model")
+    finally:
+        hub.hub_reachable.cache_clear()
+    assert len(asked) <= 2  # transformers asks once more for a list of templates; six times per file without the check
