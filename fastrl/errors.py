@@ -39,6 +39,10 @@ class EngineError(FastRLError, RuntimeError):
     """The rollout engine failed and could not be restarted."""
 
 
+class WeightError(FastRLError, RuntimeError):
+    """New weights did not reach the engine whole; the message names the process or the tensor."""
+
+
 class TrainingError(FastRLError, RuntimeError):
     """Training cannot go on: repeated non-finite updates, no data left to train on."""
 

@@ -1,0 +1,177 @@
+"""Staging buckets that two processes see: filled by the trainer, read by the engine, in the order the line tells."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fastrl.dist.weight_plan import ALIGN
+from fastrl.errors import WeightError
+from fastrl.kernels.checks import FLOATS
+from fastrl.kernels.pack_weights import pack_weights
+
+NUM_SLOTS = 2
+
+
+class SendBuckets(Protocol):
+    """The sender's side of a transport."""
+
+    kind: str
+
+    def offer(self) -> tuple[dict[str, Any], list[int]]:
+        """What the receiver needs to open the buckets: message fields and file descriptors."""
+        ...
+
+    def fill(self, slot: int, parts: Sequence[tuple[Tensor, torch.dtype, int]]) -> Tensor:
+        """Pack (flat tensor, wire dtype, byte offset) parts into a slot; returns its bytes [bucket_bytes] uint8."""
+        ...
+
+    def filled(self, slot: int) -> dict[str, Any]:
+        """Fields of the message that says the slot may be read."""
+        ...
+
+    def freed(self, slot: int) -> None:
+        """The receiver is done with the slot: the next `fill` may overwrite it."""
+        ...
+
+    def close(self) -> None:
+        """Give the memory back."""
+        ...
+
+
+class ReceiveBuckets(Protocol):
+    """The receiver's side of a transport."""
+
+    def read(self, slot: int) -> Tensor:
+        """The bytes of a filled slot, [bucket_bytes] uint8."""
+        ...
+
+    def release(self, slot: int) -> dict[str, Any]:
+        """The reader is done with a slot: fields of the acknowledgement."""
+        ...
+
+    def close(self) -> None:
+        """Unmap the memory."""
+        ...
+
+
+class SharedMemorySend:
+    """Buckets in anonymous shared memory: it has no name, so nothing is left behind whoever is killed."""
+
+    kind = "shared_memory"
+
+    def __init__(self, bucket_bytes: int) -> None:
+        self.bucket_bytes = bucket_bytes
+        self.descriptors: list[int] = []
+        self.staging: Tensor | None = None
+        try:
+            for _ in range(NUM_SLOTS):
+                self.descriptors.append(_allocate(bucket_bytes))
+            self.slots = [_map(descriptor, bucket_bytes) for descriptor in self.descriptors]
+        except BaseException:
+            self.close()
+            raise
+
+    def offer(self) -> tuple[dict[str, Any], list[int]]:
+        return {"transport": self.kind, "bucket_bytes": self.bucket_bytes}, self.descriptors
+
+    def fill(self, slot: int, parts: Sequence[tuple[Tensor, torch.dtype, int]]) -> Tensor:
+        bucket = self.slots[slot]
+        device = parts[0][0].device
+        if device.type == "cpu":
+            pack_parts(parts, bucket)
+            return bucket
+        if self.staging is None:
+            self.staging = torch.empty(self.bucket_bytes, dtype=torch.uint8, device=device)
+        pack_parts(parts, self.staging)
+        used = max(offset + tensor.numel() * dtype.itemsize for tensor, dtype, offset in parts)
+        bucket[:used].copy_(self.staging[:used])  # returns when the bytes are in host memory
+        return bucket
+
+    def filled(self, slot: int) -> dict[str, Any]:
+        return {}
+
+    def freed(self, slot: int) -> None:
+        return None
+
+    def close(self) -> None:
+        self.slots = []
+        self.staging = None
+        while self.descriptors:
+            os.close(self.descriptors.pop())
+
+
+class SharedMemoryReceive:
+    """The receiver's mapping of `SharedMemorySend`."""
+
+    def __init__(self, descriptors: Sequence[int], bucket_bytes: int) -> None:
+        try:
+            self.slots = [_map(descriptor, bucket_bytes) for descriptor in descriptors]
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def read(self, slot: int) -> Tensor:
+        return self.slots[slot]
+
+    def release(self, slot: int) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None:
+        self.slots = []
+
+
+def pack_parts(parts: Sequence[tuple[Tensor, torch.dtype, int]], bucket: Tensor) -> None:
+    """Write flat tensors, cast to their wire types, at their byte offsets: one launch per run of equal wire types."""
+    at = 0
+    while at < len(parts):
+        _, dtype, begin = parts[at]
+        end = at + 1
+        if dtype in FLOATS:
+            while end < len(parts) and parts[end][1] == dtype:
+                end += 1
+            _pack_run(parts[at:end], bucket[begin:], dtype)
+        else:
+            tensor = parts[at][0]
+            room = bucket[begin : begin + tensor.numel() * dtype.itemsize]
+            room.view(dtype).copy_(tensor)
+        at = end
+
+
+def _pack_run(parts: Sequence[tuple[Tensor, torch.dtype, int]], room: Tensor, dtype: torch.dtype) -> None:
+    tensors: list[Tensor] = []
+    gap = torch.zeros(ALIGN // dtype.itemsize, dtype=dtype, device=room.device)
+    at = begin = parts[0][2]
+    for tensor, _, offset in parts:
+        if offset > at:  # parts lie back to back apart from the alignment
+            tensors.append(gap[: (offset - at) // dtype.itemsize])
+        tensors.append(tensor)
+        at = offset + tensor.numel() * dtype.itemsize
+    pack_weights(tensors, room[: at - begin], dtype)
+
+
+def _allocate(size: int) -> int:
+    """Anonymous shared memory with its pages reserved, so that a lack of room shows here and not as a bus error."""
+    descriptor = os.memfd_create("fastrl-weights", os.MFD_CLOEXEC)
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        os.close(descriptor)
+        if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+            raise WeightError(
+                f"no room for {NUM_SLOTS} buckets of {size / 2**30:.3g} GiB shared memory ({os.strerror(error.errno)}): "
+                "lower rollout.bucket_gib"
+            ) from error
+        raise
+    return descriptor
+
+
+def _map(descriptor: int, size: int) -> Tensor:
+    memory = mmap.mmap(descriptor, size, mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+    return torch.frombuffer(memory, dtype=torch.uint8)
