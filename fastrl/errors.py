@@ -5,6 +5,7 @@ from __future__ import annotations
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
+EXIT_TERMINATED = 143
 
 
 class FastRLError(Exception):
@@ -49,3 +50,13 @@ class TrainingError(FastRLError, RuntimeError):
 
 class CheckpointError(FastRLError, RuntimeError):
     """A checkpoint is missing, damaged or belongs to another run."""
+
+
+class ProcessError(FastRLError, RuntimeError):
+    """A process of the run ended by an exception or a signal, hung, or never joined."""
+
+
+class Terminated(FastRLError, RuntimeError):
+    """The run was asked to stop (SIGTERM) and did so after a checkpoint."""
+
+    exit_code = EXIT_TERMINATED

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,12 +15,15 @@ from typing import TYPE_CHECKING, Any
 from fastrl.config.load import LoadedConfig, dump_config
 from fastrl.config.schema import Config
 from fastrl.dist.checkpoint import CheckpointManager, load_checkpoint
-from fastrl.dist.collectives import rank
-from fastrl.errors import FastRLError
+from fastrl.dist.collectives import on_rank_zero, rank, world_size
+from fastrl.dist.failure import Whereabouts, reporting
+from fastrl.dist.mesh import mesh_shape, place, process_group
+from fastrl.errors import EXIT_FAILURE, EXIT_INTERRUPTED, FastRLError
 from fastrl.report.run_logger import RunLogger
 from fastrl.rollout.records import RolloutWriter
 from fastrl.trainer.metrics import Metrics
 from fastrl.trainer.plan import describe
+from fastrl.trainer.precision import resolve_device
 from fastrl.trainer.run_folder import new_run_folder, resumed_run_folder
 
 if TYPE_CHECKING:
@@ -25,7 +31,9 @@ if TYPE_CHECKING:
 
 
 def run_training(loaded: LoadedConfig, *, resume: str | None = None, dry_run: bool = False) -> Path | None:
-    """Train as the configuration says; returns the run folder.
+    """Train as the configuration says, with as many processes as it says; returns the run folder.
+
+    A process that a launcher started (`fastrl train` itself, torchrun) is one rank of the run.
 
     Args:
         loaded: the checked configuration.
@@ -36,11 +44,81 @@ def run_training(loaded: LoadedConfig, *, resume: str | None = None, dry_run: bo
     if dry_run:
         print("\n".join([*describe(config), "", *dry_run_lines(config)]))
         return None
+    if place() is None and (number := number_of_processes(config)) > 1:
+        return start_ranks(loaded, resume, number)
+    with process_group(resolve_device(config.run.device), config.parallel.timeout_s) as store:
+        whereabouts = Whereabouts(store, rank())
+        with reporting(whereabouts):
+            return run_rank(loaded, resume, whereabouts)
+
+
+def number_of_processes(config: Config) -> int:
+    """Ranks to start on this machine: parallel.processes, or one per visible GPU."""
+    import torch
+
+    if config.parallel.processes is not None:
+        return config.parallel.processes
+    return max(1, torch.cuda.device_count()) if config.run.device in ("auto", "cuda") else 1
+
+
+def start_ranks(loaded: LoadedConfig, resume: str | None, number: int) -> Path:
+    """Start this run as `number` ranks, wait for them, and return its folder."""
+    from fastrl.dist.launch import launch
+
+    config = loaded.config
+    mesh_shape(number, config.parallel.replicate, config.parallel.shard)
+    given = {
+        "config": config.model_dump(mode="json"),
+        "files": loaded.files,
+        "warnings": loaded.warnings,
+        "resume": resume,
+        "sys_path": sys.path,
+    }
+    with tempfile.TemporaryDirectory(prefix="fastrl-") as folder:
+        spec = Path(folder) / "run.json"
+        spec.write_text(json.dumps(given), encoding="utf-8")
+        command = [sys.executable, "-c", BOOT, str(spec)]
+        store = launch(command, number, timeout_s=config.parallel.timeout_s)
+    return Path(store.get(FOLDER_KEY).decode())
+
+
+FOLDER_KEY = "folder"
+BOOT = (
+    "import json, sys; given = json.load(open(sys.argv[1])); sys.path[:] = given['sys_path']; "
+    "from fastrl.run import rank_main; sys.exit(rank_main(given))"
+)
+
+
+def rank_main(given: dict[str, Any]) -> int:
+    """One rank that `start_ranks` started; returns its exit code. The launcher shows what ended it."""
+    from fastrl.dist.launch import die_with_launcher
+
+    die_with_launcher()
+    config = Config.model_validate(given["config"])
+    loaded = LoadedConfig(config, {}, tuple(given["files"]), tuple(given["warnings"]))
+    try:
+        run_training(loaded, resume=given["resume"])
+    except FastRLError as error:
+        return error.exit_code
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except Exception:
+        return EXIT_FAILURE
+    return 0
+
+
+def run_rank(loaded: LoadedConfig, resume: str | None, whereabouts: Whereabouts) -> Path:
+    """This process's part of a run, which is all of it where it is the only one."""
+    config = loaded.config
+    parallel = config.parallel
+    mesh_shape(world_size(), parallel.replicate, parallel.shard)
     checkpoint: Path | None = None
     if resume is None:
-        folder = new_run_folder(config, loaded.files)
+        folder = on_rank_zero(lambda: new_run_folder(config, loaded.files))
     else:
-        folder, checkpoint = resumed_run_folder(config, loaded.files, resume)
+        folder, checkpoint = on_rank_zero(lambda: resumed_run_folder(config, loaded.files, resume))
+    if whereabouts.store is not None:
+        whereabouts.store.set(FOLDER_KEY, str(folder))
     manager = CheckpointManager(
         folder / "checkpoints", keep_last=config.run.keep_last_checkpoints, keep_best=config.run.keep_best_checkpoint
     )
@@ -61,9 +139,9 @@ def run_training(loaded: LoadedConfig, *, resume: str | None = None, dry_run: bo
             is_main=rank() == 0,
         ) as logger,
     ):
-        for warning in loaded.warnings:
+        for warning in loaded.warnings if rank() == 0 else ():
             logger.warning(warning)
-        train(config, logger, manager, folder, None if saved is None else str(checkpoint or folder))
+        train(config, logger, manager, whereabouts, None if saved is None else str(checkpoint or folder))
     return folder
 
 
@@ -79,7 +157,13 @@ def leaving_nothing(folder: Path, *, fresh: bool) -> Iterator[None]:
         raise
 
 
-def train(config: Config, logger: RunLogger, manager: CheckpointManager, folder: Path, resume_from: str | None) -> None:
+def train(
+    config: Config,
+    logger: RunLogger,
+    manager: CheckpointManager,
+    whereabouts: Whereabouts,
+    resume_from: str | None,
+) -> None:
     """Build the parts, restore them if asked, and run the loop to its end."""
     from transformers.utils.logging import disable_progress_bar
 
@@ -88,16 +172,23 @@ def train(config: Config, logger: RunLogger, manager: CheckpointManager, folder:
     from fastrl.trainer.state import restore, save
 
     disable_progress_bar()
-    logger.phase("loading")
-    metrics = Metrics(on_phase=logger.phase)
+    trainer: Trainer | None = None
+
+    def on_phase(name: str) -> None:
+        logger.phase(name)
+        whereabouts.enter(name, 0 if trainer is None else trainer.step_number + 1)
+
+    on_phase("loading")
+    metrics = Metrics(on_phase=on_phase)
     parts = build(config, progress=logger.progress, metrics=metrics)
     with closing(parts):
         logger.total_steps = parts.total_steps
         writer = None
         if config.logging.rollouts_every_steps and rank() == 0:
-            writer = RolloutWriter(folder / "rollouts", max_samples=config.logging.rollouts_max_samples)
+            writer = RolloutWriter(logger.folder / "rollouts", max_samples=config.logging.rollouts_max_samples)
 
         def checkpoint(score: float | None) -> None:
+            assert trainer is not None
             save(trainer, manager, {"logger": logger.state_dict()}, score)
             logger.info(f"saved step {trainer.step_number} in {manager.folder}")
 
@@ -168,7 +259,7 @@ def part_lines(parts: Parts) -> list[str]:
         f"model         {type(policy).__name__}, {size:.1f}M parameters, {run.dtype} on {parts.device}",
         f"data          {len(parts.cursor.prompt_set)} training prompts, {held_out} held out{too_long}",
         f"roles         {', '.join(sorted(role.value for role in parts.plan.roles))}",
-        f"threads       {thread_count()}; {parts.total_steps} steps",
+        f"processes     {world_size()}, {thread_count()} threads each; {parts.total_steps} steps",
     ]
 
 

@@ -154,7 +154,10 @@ class RunConfig(Section):
 
 
 class ParallelConfig(Section):
-    timeout_s: float = Field(600.0, gt=0, description="a collective that waits longer ends the run, in seconds")
+    processes: int | None = Field(None, ge=1, description="ranks that `fastrl train` starts on this machine; null is one per visible GPU, or one on a CPU; torchrun decides for itself")
+    replicate: int = Field(1, ge=1, description="copies of each model over the ranks; every copy is sharded over parallel.shard ranks")
+    shard: int | None = Field(None, ge=1, description="ranks that each copy of a model is sharded over; null is all ranks / parallel.replicate; 1 keeps whole models and sums their gradients")
+    timeout_s: float = Field(600.0, gt=0, description="a rank that joins later, or a collective that waits longer, ends the run, in seconds")
 
 
 class LoggingConfig(Section):

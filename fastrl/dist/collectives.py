@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -62,6 +62,37 @@ def all_reduce_sum(tensors: Tensors) -> Tensors:
     parts = packed.split([t.numel() for t in items])
     summed = [part.view(t.shape).to(device=t.device, dtype=t.dtype) for part, t in zip(parts, items)]
     return dict(zip(tensors, summed)) if isinstance(tensors, dict) else summed
+
+
+def sum_gradients(parameters: Sequence[Tensor]) -> None:
+    """Sums the gradients of whole (not sharded) parameters over all ranks, in place, a few collectives for all.
+
+    A rank without a gradient contributes zeros, so each rank may have seen other tokens, or none. Sharded parameters are
+    left out: their gradients are summed by the backward pass.
+    """
+    if world_size() == 1:
+        return
+    whole = [p for p in parameters if not hasattr(p, "to_local")]
+    for dtype in sorted({p.dtype for p in whole}, key=str):
+        bucket: list[Tensor] = []
+        for p in [p for p in whole if p.dtype == dtype]:
+            bucket.append(p)
+            if sum(b.numel() for b in bucket) >= _BUCKET_NUMBERS:
+                _sum_bucket(bucket)
+                bucket = []
+        if bucket:
+            _sum_bucket(bucket)
+
+
+_BUCKET_NUMBERS = 1 << 25  # 128 MiB in float32
+
+
+def _sum_bucket(parameters: Sequence[Tensor]) -> None:
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    flat = torch.cat([g.reshape(-1) for g in grads])
+    torch_dist.all_reduce(flat)
+    for p, part in zip(parameters, flat.split([p.numel() for p in parameters])):
+        p.grad = part.view_as(p)
 
 
 def all_gather_rows(tensor: Tensor) -> Tensor:

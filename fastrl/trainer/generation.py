@@ -17,7 +17,7 @@ from fastrl.algorithms.filters import informative_groups
 from fastrl.algorithms.pf_ppo import Mode, resample
 from fastrl.data.batch import FinishReason, RolloutBatch, cu_seqlens_of
 from fastrl.data.prompts import Prompt
-from fastrl.dist.collectives import rank, world_size
+from fastrl.dist.collectives import all_reduce_sum, rank, world_size
 from fastrl.errors import TrainingError
 from fastrl.rewards import RewardPool, RewardSample
 from fastrl.rewards.decode import response_text
@@ -148,22 +148,22 @@ def fill_batch(
     if refill is None:
         return samples
     kept = informative(samples, refill.metric)
-    dropped = wanted - count_groups(kept)
-    rounds = 0
-    while count_groups(kept) < wanted and rounds < refill.max_refills:
-        missing = wanted - count_groups(kept)
-        prompts = take(missing)
+    found = count_groups(kept)
+    dropped, rounds = wanted - found, 0
+    while found < wanted and rounds < refill.max_refills:
+        prompts = take(wanted - found)
         if not prompts:
             break
         fresh = informative(generator.run(prompts, step=step, first_group=next_group), refill.metric)
         generator.record_rewards(metrics)
+        new = count_groups(fresh)
         next_group += len(prompts)
-        dropped += len(prompts) - count_groups(fresh)
+        dropped += len(prompts) - new
+        found += new
         kept += fresh
         rounds += 1
     metrics.set("data/refills", rounds)
     metrics.set("data/dropped_groups", dropped)
-    found = count_groups(kept)
     metrics.set("data/exhausted", float(found < wanted))
     if found < wanted and refill.on_exhausted == "stop":
         raise TrainingError(
@@ -186,8 +186,8 @@ def informative(samples: list[ScoredSample], metric: str) -> list[ScoredSample]:
 
 
 def count_groups(samples: Sequence[ScoredSample]) -> int:
-    """Distinct prompt occurrences among samples."""
-    return len({s.group_id for s in samples})
+    """Distinct prompt occurrences among the samples of all ranks; a rank has whole groups."""
+    return int(all_reduce_sum([torch.tensor(len({s.group_id for s in samples}))])[0])
 
 
 def build_batch(samples: Sequence[ScoredSample], *, dtype: torch.dtype = torch.float32) -> RolloutBatch:

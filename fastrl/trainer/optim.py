@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastrl.dist.collectives import world_size
+from fastrl.dist.collectives import sum_gradients, world_size
 from fastrl.errors import TrainingError
 from fastrl.trainer.metrics import Metrics
 
@@ -97,6 +97,7 @@ class Optimizer:
         The decision is the same on all ranks because the norm is global. Raises TrainingError after `max_skipped`
         non-finite norms in a row.
         """
+        sum_gradients(self.parameters)
         norm = global_grad_norm(self.parameters)
         if not (loss_is_finite and math.isfinite(float(norm))):
             self.zero_grad()

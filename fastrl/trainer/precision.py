@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from fastrl.dist.mesh import local_device
 from fastrl.errors import ConfigError
 
 
@@ -28,13 +29,13 @@ def master_dtype(name: str) -> torch.dtype:
 
 
 def resolve_device(name: str) -> torch.device:
-    """`auto` -> a GPU where there is one, else the CPU; a device that does not exist is refused."""
+    """`auto` -> a GPU where there is one (this rank's own), else the CPU; a device that does not exist is refused."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return local_device(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     try:
         device = torch.device(name)
     except RuntimeError as error:
         raise ConfigError(f"run.device = {name}: not a device; use auto, cpu, cuda or cuda:N") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"run.device = {name}, but torch finds no GPU here: use run.device=cpu or run.device=auto")
-    return device
+    return local_device(device)

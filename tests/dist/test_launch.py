@@ -1,0 +1,115 @@
+"""Starting ranks: one run on 1 or 2 processes gives the same numbers, and what is wrong with processes is named."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_folder import short_run, write_tiny_folder
+
+from fastrl.config.load import load_config
+from fastrl.dist.mesh import mesh_shape
+from fastrl.errors import ConfigError, DataError
+from fastrl.run import run_training
+
+sys.path.insert(0, str(Path(__file__).parent))
+from launched import launch_body
+
+TESTS = Path(__file__).resolve().parents[1]
+ENVIRONMENT = os.environ | {
+    "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS / "models")]),
+    "OMP_NUM_THREADS": "1",
+}
+VOLATILE = ("time", "memory/", "perf/")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_tiny_folder(tmp_path_factory.mktemp("tiny"))
+
+
+def train(overrides):
+    return run_training(load_config([], overrides))
+
+
+def metrics_of(run):
+    rows = [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith(VOLATILE)} for row in rows]
+
+
+def test_two_processes_train_as_one_does(model, tmp_path):
+    short = ["run.dtype=float64", "optim.total_steps=2"]
+    one = metrics_of(train(short_run(model, tmp_path / "1", *short)))
+    two = metrics_of(train(short_run(model, tmp_path / "2", *short, "parallel.processes=2")))
+    assert len(one) == len(two) == 2
+    for a, b in zip(one, two):
+        assert a.keys() == b.keys()
+        assert b == pytest.approx(a, rel=1e-9, abs=1e-12)
+
+
+def test_an_error_of_all_ranks_comes_back_as_itself(model, tmp_path):
+    overrides = [o for o in short_run(model, tmp_path, "parallel.processes=2") if not o.startswith("data.")]
+    with pytest.raises(DataError, match="empty.jsonl") as caught:
+        (tmp_path / "empty.jsonl").write_text("")
+        train([*overrides, f"data.train={tmp_path / 'empty.jsonl'}"])
+    assert caught.value.exit_code == 2 and "Traceback" not in str(caught.value)
+
+
+def test_gradients_of_ranks_are_summed():
+    body = """
+from fastrl.dist.collectives import sum_gradients
+ps = [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
+ps[0].grad = torch.tensor([1.0, 2.0]) * (rank + 1)
+if rank == 1:
+    ps[1].grad = torch.tensor([5.0, 0.5])
+sum_gradients(ps)
+return [p.grad.tolist() for p in ps]
+"""
+    assert launch_body(body, 2) == [[[3.0, 6.0], [5.0, 0.5], [0.0, 0.0]]] * 2
+
+
+@pytest.mark.parametrize(
+    ("size", "replicate", "shard", "shape"), [(1, 1, None, (1, 1)), (4, 2, None, (2, 2)), (4, 4, 1, (4, 1))]
+)
+def test_mesh_shapes(size, replicate, shard, shape):
+    assert mesh_shape(size, replicate, shard) == shape
+
+
+@pytest.mark.parametrize(("size", "replicate", "shard"), [(4, 3, None), (4, 2, 1), (2, 1, 4)])
+def test_a_mesh_that_does_not_fit(size, replicate, shard):
+    with pytest.raises(ConfigError, match=rf"parallel\.replicate = {replicate}.* does not divide {size} processes"):
+        mesh_shape(size, replicate, shard)
+
+
+def rank_process(port, **more):
+    """Rank 0 of 2 as another launcher would start it."""
+    code = (
+        "import torch; from fastrl.dist.mesh import process_group\n"
+        "with process_group(torch.device('cpu'), 2.0): pass"
+    )
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return subprocess.run(
+        [sys.executable, "-c", code], env=ENVIRONMENT | place | more, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_a_rank_that_never_joins_is_named():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    result = rank_process(port)
+    assert result.returncode != 0
+    assert f"rank 1 of 2 did not join at 127.0.0.1:{port} within 2 s (parallel.timeout_s)" in result.stderr
+
+
+def test_a_port_in_use_is_named():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        result = rank_process(port)
+    assert result.returncode != 0
+    assert f"the port of 127.0.0.1:{port} is in use" in result.stderr, result.stderr[-2000:]
