@@ -8,63 +8,21 @@ from typing import Any
 import torch
 from cost_model import batch_cost, group_cost, pack_cost
 from kernels import Case
+from plain import (
+    eager_gae,
+    eager_groups,
+    eager_kl,
+    eager_mismatch,
+    eager_policy,
+    eager_value,
+    eager_whiten,
+)
 
 import fastrl.kernels as K
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=False)
-
-
-def eager_gae(rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float, lam: float) -> Any:
-    """The usual loop over tokens."""
-    m, carry, following, found = mask.to(rewards.dtype), 0.0, 0.0, []
-    for t in reversed(range(rewards.shape[1])):
-        delta = rewards[:, t] + gamma * following - values[:, t]
-        carry = (delta + gamma * lam * carry) * m[:, t] + (1 - m[:, t]) * carry
-        following = values[:, t] * m[:, t] + (1 - m[:, t]) * following
-        found.append(carry)
-    advantages = torch.stack(found[::-1], dim=1) * m
-    return advantages, (advantages + values) * m
-
-
-def eager_groups(scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Scatter sums; ids are 0 .. G-1 already."""
-    count = int(ids.max()) + 1
-    n = torch.zeros(count, device=scores.device).index_add_(0, ids, torch.ones_like(scores))
-    mean = torch.zeros(count, device=scores.device).index_add_(0, ids, scores) / n
-    d = scores - mean[ids]
-    std = (torch.zeros(count, device=scores.device).index_add_(0, ids, d * d) / (n - 1)).sqrt()
-    return d / (std[ids] + 1e-6)
-
-
-def eager_policy(lp: torch.Tensor, old: torch.Tensor, adv: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    ratio = (lp - old).clamp(-20, 20).exp()
-    loss = torch.maximum(-adv * ratio, -adv * ratio.clamp(0.8, 1.2))
-    loss = torch.where(adv < 0, torch.minimum(loss, -adv * 3.0), loss)
-    return (loss * mask).sum() / mask.sum()
-
-
-def eager_value(v: torch.Tensor, old: torch.Tensor, ret: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    held = torch.minimum(torch.maximum(v, old - 0.5), old + 0.5)
-    return 0.5 * (torch.maximum((v - ret) ** 2, (held - ret) ** 2) * mask).sum() / mask.sum()
-
-
-def eager_whiten(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    n = mask.sum()
-    mean = (x * mask).sum() / n
-    var = (((x - mean) * mask) ** 2).sum() / (n - 1)
-    return (x - mean) * torch.rsqrt(var + 1e-8) * mask
-
-
-def eager_kl(lp: torch.Tensor, ref: torch.Tensor) -> torch.Tensor:
-    y = (ref - lp).clamp(-20, 20)
-    return (y.exp() - y - 1).clamp(-10, 10)
-
-
-def eager_mismatch(new: torch.Tensor, old: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    n, log_w = mask.sum(), (new - old).clamp(-20, 20) * mask
-    return ((log_w.exp() - 1 - log_w) * mask).sum() / n, (log_w.exp() ** 2 * mask).sum() / n - 1
 
 
 def gradient(call: Callable[..., torch.Tensor], x: torch.Tensor, *data: torch.Tensor) -> Callable[[], Any]:

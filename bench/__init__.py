@@ -1,0 +1,1 @@
+"""Benchmarks: `pytest bench/`, `python -m bench.compare A B`. See README.md."""
