@@ -146,7 +146,7 @@ def time_in_turns(benchmark: Any, measured: Measured, rounds: int) -> None:
 
     def others() -> None:
         for name in measured.times:
-            if name != ours:
+            if name != ours and not measured.is_enough(name, ours):
                 measured.turn(name)
 
     def mine() -> None:
@@ -162,7 +162,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         return
     write = terminalreporter.write_line
     write("")
-    write(f"{machine_name()}, one thread, CPU time; ratio = median over ours; floor = least time possible / least measured")
+    write(f"{machine_name()}, one thread, CPU time; ratio = median over ours; floor = least possible / least measured")
     for line in table(state.rows):
         write(line)
     for name, reason in state.peers.skipped.items():
@@ -173,7 +173,5 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     if state.smoke and config.getoption("--out") is None:
         return
     path = Path(config.getoption("--out") or default_path())
-    save(
-        path, state.rows, ceilings=state.ceilings, peers=state.peers.versions, skipped=state.peers.skipped, bars=bars
-    )
+    save(path, state.rows, ceilings=state.ceilings, peers=state.peers.versions, skipped=state.peers.skipped, bars=bars)
     write(f"written: {path}")

@@ -30,7 +30,10 @@ class Worker:
     """One trainer in a process of its own."""
 
     def __init__(self, python: str, script: str, settings: dict) -> None:
-        env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        env = os.environ | {
+            "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
+            "PYTHONPATH": str(HERE.parents[1]),
+        }  # fmt: skip
         command = [python, str(HERE / script), json.dumps(settings)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
         self.about = self.read()

@@ -25,7 +25,7 @@ def overrides(settings: dict, data: str) -> list[str]:
         f"model.path={settings['model']}",
         f"data.train={data}",
         "data.shuffle=false",
-        "reward.functions=[exact]",
+        f"reward.functions=[{settings.get('reward', 'exact')}]",
         f"rollout.num_prompts_per_step={settings['prompts']}",
         f"rollout.num_samples_per_prompt={settings['samples']}",
         f"rollout.max_response_tokens={settings['tokens']}",
@@ -41,6 +41,25 @@ def overrides(settings: dict, data: str) -> list[str]:
     return lines + ([f"data.system_prompt={system}"] if system else [])
 
 
+def replay(engine, path: str) -> None:
+    """Let the engine give recorded responses, call after call, in place of new ones."""
+    import torch
+
+    from fastrl.data.batch import FinishReason
+    from fastrl.rollout.engine import Sample
+
+    steps = iter(json.loads(Path(path).read_text()))
+
+    def generate(requests, params):
+        groups = next(steps)
+        for request, group in zip(requests, groups, strict=True):
+            assert list(request.prompt_ids) == group["prompt"], "another prompt than was recorded"
+            for i, (ids, log_probs) in enumerate(zip(group["responses"], group["log_probs"])):
+                yield Sample(request.request_id, i, torch.tensor(ids), torch.tensor(log_probs), FinishReason.length, 0)
+
+    engine.generate = generate
+
+
 def main(settings: dict) -> None:
     """Build the trainer as `settings` say and run it, gated."""
     with tempfile.TemporaryDirectory() as folder:
@@ -52,6 +71,8 @@ def main(settings: dict) -> None:
             from dataclasses import replace
 
             parts.generator.params = replace(parts.generator.params, ignore_eos=True, stop_token_ids=())
+        if settings.get("recorded"):
+            replay(parts.engine, settings["recorded"])
         trainer = Trainer(parts, Silent(), None, lambda score: None)
         print(json.dumps({"ready": True}), file=real_stdout, flush=True)
         for line in sys.stdin:

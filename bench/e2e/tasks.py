@@ -38,3 +38,8 @@ def last_integer_matches(text: str, answer: str) -> float:
     """1 when the last integer of the text is the answer."""
     found = re.findall(r"-?\d+", text)
     return float(bool(found) and int(found[-1]) == int(answer))
+
+
+def even_sum(response_ids) -> float:
+    """1 when the response's token ids add up to an even number: varies inside a group, needs no decoding."""
+    return float(sum(response_ids) % 2 == 0)

@@ -10,6 +10,7 @@ import os
 import resource
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -17,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
 from datasets import Dataset
-from tasks import last_integer_matches
+from tasks import even_sum, last_integer_matches
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -25,6 +26,25 @@ from trl import GRPOConfig, GRPOTrainer
 def score(completions, answer, **_):
     """Reward of a batch, TRL's signature (chat completions)."""
     return [last_integer_matches(c[0]["content"], a) for c, a in zip(completions, answer)]
+
+
+def score_ids(completions, completion_ids, **_):
+    """Reward of recorded responses."""
+    return [even_sum(ids) for ids in completion_ids]
+
+
+class Replay(GRPOTrainer):
+    """A trainer whose generation gives recorded responses, step after step."""
+
+    def __init__(self, *args, recorded, **kwargs):
+        self.recorded = iter(recorded)
+        super().__init__(*args, **kwargs)
+
+    def _generate_single_turn(self, prompt_ids, *_, **__):
+        groups = next(self.recorded)
+        found = [(group["prompt"], response) for group in groups for response in group["responses"]]
+        assert [list(ids) for ids in prompt_ids] == [prompt for prompt, _ in found], "another prompt than was recorded"
+        return [response for _, response in found], None
 
 
 class Gate(TrainerCallback):
@@ -92,10 +112,12 @@ def main(settings: dict) -> None:
         remove_unused_columns=False,
         generation_kwargs=settings.get("generation_kwargs") or None,
     )
-    trainer = GRPOTrainer(
+    recorded = settings.get("recorded")
+    make = partial(Replay, recorded=json.loads(Path(recorded).read_text())) if recorded else GRPOTrainer
+    trainer = make(
         model=model,
         processing_class=tokenizer,
-        reward_funcs=score,
+        reward_funcs=score_ids if recorded else score,
         args=config,
         train_dataset=Dataset.from_list(rows),
         callbacks=[Gate()],

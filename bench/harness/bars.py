@@ -32,12 +32,21 @@ HEAD = [
     bar
     for rows in (256, 512, 1024, 2048)
     for bar in (
-        Bar(f"head fp32 N {rows}: at most 1.0x of naive in time", f"head float32 N {rows}", "naive", "time", False, 1.0),
-        Bar(f"head fp32 N {rows}: at most half of naive's memory", f"head float32 N {rows}", "naive", "memory", False, 0.5),
+        Bar(
+            f"head fp32 N {rows}: at most 1.0x of naive in time", f"head float32 N {rows}", "naive", "time", False, 1.0
+        ),
+        Bar(
+            f"head fp32 N {rows}: at most half of naive's memory",
+            f"head float32 N {rows}",
+            "naive",
+            "memory",
+            False,
+            0.5,
+        ),
         Bar(f"head bf16 N {rows}: at most 1.0x of the best peer", f"head bfloat16 N {rows}", "*", "time", False, 1.0),
     )
 ]
-ENGINE = [Bar("embedded engine: at least 1.5x generate", "engine full", "generate", "ratio", True, 1.5)]
+ENGINE = [Bar("embedded engine: at least 1.5x generate", "engine 4x8x32", "generate", "ratio", True, 1.5)]
 BARS = [*GAE, *GROUPS, *POLICY, *HEAD, *ENGINE]
 
 

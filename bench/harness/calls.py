@@ -39,6 +39,17 @@ def seconds(run: Callable[[], Any], loops: int = 1, clock: str = "thread") -> fl
     return (read() - start) / loops
 
 
+def checked(run: Callable[[], Any], clock: str = "thread") -> tuple[list[torch.Tensor], float]:
+    """The tensors that are compared with the reference, and the seconds it took to make them.
+
+    A call whose timed result cannot be compared (it draws at random) has a `check` that gives one that can be.
+    """
+    read = CLOCKS[clock]
+    start = read()
+    found = tensors_of(getattr(run, "check", run)())
+    return found, read() - start
+
+
 def loops_for(one_call_s: float) -> int:
     """Calls that a timing has to cover so that the clock's grain does not matter."""
     return max(1, min(MOST_LOOPS, round(SHORTEST_S / max(one_call_s, 1e-9))))

@@ -14,12 +14,14 @@ from typing import Any
 import pytest
 import torch
 
+from bench.harness.calls import loops_for
 from bench.harness.peers import PeerFailed
 from bench.harness.variants import Variant
 from bench.kernels.cost_model import Cost
 
 Tensors = list[torch.Tensor]
 OURS = "fastrl"
+SLOW_FACTOR, SLOW_S = 4.0, 2.0
 
 
 @dataclass
@@ -32,7 +34,7 @@ class Case:
         error: distance of a (viewed) result, when it is not a number to be compared with `expected`.
         cost: bytes and operations, for the floor.
         notes: numbers per variant that go into the table (rows computed, imbalance, ...).
-        summary: what a result says of itself for the table, e.g. its imbalance.
+        summary: what a variant's result says of itself for the table, e.g. its imbalance.
     """
 
     name: str
@@ -46,7 +48,7 @@ class Case:
     rounds: int = 5
     peak: bool = True
     notes: dict[str, dict[str, Any]] = field(default_factory=dict)
-    summary: Callable[[Tensors], dict[str, Any]] | None = None
+    summary: Callable[[str, Tensors], dict[str, Any]] | None = None
 
 
 def distance(got: Tensors, want: Tensors) -> float:
@@ -78,6 +80,7 @@ class Measured:
         self.rows: dict[str, dict[str, Any]] = {}
         self.times: dict[str, list[float]] = {}
         self.loops: dict[str, int] = {}
+        self.first_s: dict[str, float] = {}
 
     def gate(self) -> None:
         """Compare every variant with the reference, and measure the memory of those that are right."""
@@ -89,18 +92,20 @@ class Measured:
             row: dict[str, Any] = {"case": case.name, "variant": name, **case.notes.get(name, {})}
             self.rows[name] = row
             try:
-                got = case.view(variant.result())
+                result, seconds = variant.result()
+                got = case.view(result)
+                del result
                 row["error"] = case.error(got) if case.error is not None else distance(got, want)
                 row["tolerance"] = case.tolerance
                 if not row["error"] <= case.tolerance:
                     row["wrong"] = True
                     continue
                 if case.summary is not None:
-                    row |= case.summary(got)
+                    row |= case.summary(name, got)
                 del got
                 if case.peak and (peak := variant.peak_bytes()) is not None:
                     row["peak_mib"] = round(peak / 2**20, 2)
-                self.loops[name] = variant.loops()
+                self.loops[name], self.first_s[name] = loops_for(seconds), seconds
                 self.times[name] = []
             except PeerFailed as failure:
                 row["failed"] = str(failure)
@@ -112,6 +117,11 @@ class Measured:
         seconds = variant.seconds(self.loops[name])
         self.times[name].append(seconds)
         return seconds
+
+    def is_enough(self, name: str, ours: str) -> bool:
+        """True for a variant that is far slower than ours and takes seconds: two rounds settle that."""
+        slow = self.first_s[name] > max(SLOW_FACTOR * self.first_s[ours], SLOW_S)
+        return slow and len(self.times[name]) >= 2
 
     def finish(self) -> list[dict[str, Any]]:
         """Rows with times, ratios to ours, and the fraction of the floor."""

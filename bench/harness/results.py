@@ -42,7 +42,7 @@ def save(
         **describe(),
         "date": datetime.datetime.now().isoformat(timespec="seconds"),
         "commit": now,
-        "method": "one thread, CPU time, variants in turn, at least 5 rounds; ms per call; checked against float64 first",
+        "method": "one thread, CPU time, variants in turn, 5 rounds or more; ms a call; checked against float64 first",
         "ceilings": ceilings,
         "peers": old["peers"] | peers,
         "skipped": skipped,
@@ -57,5 +57,7 @@ def dumps(result: dict[str, Any]) -> str:
     """JSON with one row a line, so that two files can be compared line by line."""
     lists = {key: result[key] for key in ("bars", "rows")}
     head = json.dumps({key: value for key, value in result.items() if key not in lists}, indent=1)[:-2]
-    body = [f' "{key}": [\n' + ",\n".join("  " + json.dumps(row) for row in rows) + "\n ]" for key, rows in lists.items()]
+    body = [
+        f' "{key}": [\n' + ",\n".join("  " + json.dumps(row) for row in rows) + "\n ]" for key, rows in lists.items()
+    ]
     return head + ",\n" + ",\n".join(body) + "\n}\n"

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from bench.harness.calls import loops_for, peak_bytes, seconds, tensors_of
+from bench.harness.calls import checked, peak_bytes, seconds
 
 _numbers = itertools.count()
 
@@ -20,11 +20,8 @@ class Variant(Protocol):
 
     clock: str
 
-    def result(self) -> list[torch.Tensor]:
-        """Call once; the tensors of the result."""
-
-    def loops(self) -> int:
-        """Calls per timing."""
+    def result(self) -> tuple[list[torch.Tensor], float]:
+        """Call once: the tensors of the result, and about how many seconds it took."""
 
     def seconds(self, loops: int) -> float:
         """CPU seconds of one call."""
@@ -44,11 +41,8 @@ class Local:
     ) -> None:
         self.run, self.forget, self.clock = run, forget, clock
 
-    def result(self) -> list[torch.Tensor]:
-        return tensors_of(self.run())
-
-    def loops(self) -> int:
-        return loops_for(seconds(self.run, 1, self.clock))
+    def result(self) -> tuple[list[torch.Tensor], float]:
+        return checked(self.run, self.clock)
 
     def seconds(self, loops: int) -> float:
         return seconds(self.run, loops, self.clock)
@@ -87,15 +81,12 @@ class Remote:
         self.key = f"{function} {next(_numbers)}"
         ask(do="make", key=self.key, function=function, inputs=inputs.file(), options=options)
 
-    def result(self) -> list[torch.Tensor]:
+    def result(self) -> tuple[list[torch.Tensor], float]:
         path = Path(self.inputs.folder.name) / f"result_{next(_numbers)}.pt"
-        self.ask(do="result", key=self.key, path=str(path))
+        taken = self.ask(do="result", key=self.key, path=str(path), clock=self.clock)["seconds"]
         found = torch.load(path, weights_only=True)
         path.unlink()
-        return found
-
-    def loops(self) -> int:
-        return self.ask(do="loops", key=self.key, clock=self.clock)["loops"]
+        return found, taken
 
     def seconds(self, loops: int) -> float:
         return self.ask(do="time", key=self.key, loops=loops, clock=self.clock)["seconds"]

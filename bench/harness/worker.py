@@ -19,7 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-from bench.harness.calls import loops_for, peak_bytes, seconds, tensors_of
+from bench.harness.calls import checked, peak_bytes, seconds
 
 
 class Worker:
@@ -33,10 +33,12 @@ class Worker:
         """The version of a peer, None where it is not installed."""
         if importlib.util.find_spec(module) is None:
             return {"version": None}
-        try:
-            return {"version": importlib.metadata.version(distribution)}
-        except importlib.metadata.PackageNotFoundError:
-            return {"version": "unknown"}
+        for name in (distribution, f"{distribution}-cpu"):
+            try:
+                return {"version": importlib.metadata.version(name)}
+            except importlib.metadata.PackageNotFoundError:
+                continue
+        return {"version": "unknown"}
 
     def make(self, key: str, function: str, inputs: str, options: dict[str, Any]) -> dict[str, Any]:
         """Build `module:function` on the tensors of a file."""
@@ -46,13 +48,11 @@ class Worker:
         self.made[key] = getattr(importlib.import_module(module), name)(self.inputs[1], **options)
         return {}
 
-    def result(self, key: str, path: str) -> dict[str, Any]:
+    def result(self, key: str, path: str, clock: str) -> dict[str, Any]:
         """Call once and leave the tensors in a file."""
-        torch.save(tensors_of(self.made[key]()), path)
-        return {}
-
-    def loops(self, key: str, clock: str) -> dict[str, Any]:
-        return {"loops": loops_for(seconds(self.made[key], 1, clock))}
+        found, taken = checked(self.made[key], clock)
+        torch.save(found, path)
+        return {"seconds": taken}
 
     def time(self, key: str, loops: int, clock: str) -> dict[str, Any]:
         return {"seconds": seconds(self.made[key], loops, clock)}

@@ -1,4 +1,4 @@
-"""A language-model head with a clipped policy loss, forward and backward: data, and what plain torch does. torch only."""
+"""A language-model head with a clipped policy loss, forward and backward: data, and plain torch. Imports only torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Advantages: generalised advantage estimation and group-relative scores, each with verl's functions and plain torch."""
+"""Generalised advantage estimation and group-relative scores, with verl's functions and plain torch."""
 
 from __future__ import annotations
 

@@ -1,67 +1,100 @@
-"""`pytest bench/kernels`: the batch-level ops on this machine, each checked against its plain reference first."""
+"""The other ops of a batch, each against plain torch, and weights packed for delivery."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 import fastrl.kernels as K
+from bench.harness.measure import Case
+from bench.harness.variants import Local
+from bench.kernels.cost_model import batch_cost, pack_cost
+from bench.kernels.plain import eager_aggregate, eager_kl, eager_mismatch, eager_whiten
 
-ROWS, COLUMNS, SAMPLES = 256, 2048, 16384
+ROWS, COLUMNS = 256, 2048
+
+Data = dict[str, torch.Tensor]
 
 
-@pytest.fixture(scope="module")
-def data():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def loop_returns(d: Data) -> torch.Tensor:
+    """Discounted sums of what follows, token by token; for masks that are prefixes."""
+    total, found = torch.zeros_like(d["x"][:, 0]), []
+    for t in reversed(range(d["x"].shape[1])):
+        total = (d["x"][:, t] + 0.99 * total) * d["mask"][:, t]
+        found.append(total)
+    return torch.stack(found[::-1], 1)
+
+
+def variance(d: Data) -> torch.Tensor:
+    return d["x"][d["mask"]].var()
+
+
+# name -> (ours, plain torch, what the floor counts)
+OPS: dict[str, tuple[Callable[[Data], Any], Callable[[Data], Any], str]] = {
+    "discounted_returns": (
+        lambda d: K.discounted_returns(d["x"], d["mask"], gamma=0.99), loop_returns, "discounted_returns"
+    ),
+    "whiten": (lambda d: K.whiten(d["x"], d["mask"]), lambda d: eager_whiten(d["x"], d["mask"]), "whiten"),
+    "masked_stats": (lambda d: K.masked_stats(d["x"], d["mask"]).var, variance, "masked_stats"),
+    "kl_divergence": (
+        lambda d: K.kl_divergence(d["x"], d["y"]), lambda d: eager_kl(d["x"], d["y"]), "kl_divergence"
+    ),
+    "aggregate": (
+        lambda d: K.aggregate(d["x"], d["mask"], loss_agg_mode="seq-mean-token-mean"),
+        lambda d: eager_aggregate(d["x"], d["mask"], "seq-mean-token-mean"),
+        "aggregate",
+    ),
+    "mismatch_stats": (
+        lambda d: K.mismatch_stats(d["x"], d["y"], d["mask"]).k3_mean,
+        lambda d: eager_mismatch(d["x"], d["y"], d["mask"])[0],
+        "mismatch_stats",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(OPS))
+def test_op(bench, smoke, name):
+    rows, columns = (8, 128) if smoke else (ROWS, COLUMNS)
     torch.manual_seed(0)
-    lengths = torch.randint(COLUMNS // 4, COLUMNS + 1, (ROWS, 1))
-    mask = torch.arange(COLUMNS)[None] < lengths
-    x, y, z = (torch.randn(ROWS, COLUMNS) * 0.3 - 1 for _ in range(3))
-    yield {"x": x, "y": y, "z": z, "mask": mask, "holes": mask & (torch.arange(COLUMNS) // 64 % 4 != 2)}
-    torch.set_num_threads(threads)
+    x, y = (torch.randn(rows, columns) * 0.3 - 1 for _ in range(2))
+    mask = torch.arange(columns)[None] < torch.randint(columns // 4, columns + 1, (rows, 1))
+    d = {"x": x, "y": y, "mask": mask}
+    exact = {k: v.double() if v.is_floating_point() else v for k, v in d.items()}
+    ours, plain, cost = OPS[name]
+    bench(
+        Case(
+            f"{name} {rows}x{columns}",
+            {"fastrl": Local(lambda: ours(d)), "plain torch": Local(lambda: plain(d))},
+            expected=lambda: [plain(exact)],
+            view=lambda t: [t[0][mask] if t[0].shape == mask.shape else t[0]],
+            cost=batch_cost(cost, rows * columns),
+        )
+    )
 
 
-def with_backward(call, x):
-    y = x.clone().requires_grad_()
-    call(y).backward()
-    return y.grad
+def test_pack_weights(bench, smoke):
+    torch.manual_seed(0)
+    shape = (8, 8) if smoke else (576, 1536)
+    tensors = [torch.randn(shape) for _ in range(20)]
+    total = sum(t.numel() for t in tensors)
+    bucket = torch.empty(total, dtype=torch.bfloat16)
 
+    def ours() -> torch.Tensor:
+        K.pack_weights(tensors, bucket, torch.bfloat16)
+        return bucket
 
-def weights():
-    return [torch.randn(576, 1536) for _ in range(20)]
+    def plain() -> torch.Tensor:
+        return torch.cat([t.flatten().bfloat16() for t in tensors])
 
-
-CASES = {
-    "gae": lambda d: K.gae(d["x"], d["y"], d["mask"], gamma=0.99, gae_lambda=0.95)[0],
-    "gae with holes": lambda d: K.gae(d["x"], d["y"], d["holes"], gamma=0.99, gae_lambda=0.95)[0],
-    "discounted_returns": lambda d: K.discounted_returns(d["x"], d["mask"], gamma=0.99),
-    "group_normalize": lambda d: K.group_normalize(d["x"].flatten()[:SAMPLES], torch.arange(SAMPLES) // 8),
-    "whiten": lambda d: K.whiten(d["x"], d["mask"]),
-    "masked_stats": lambda d: K.masked_stats(d["x"], d["mask"]).var,
-    "clipped_policy_loss": lambda d: with_backward(
-        lambda v: K.clipped_policy_loss(v, d["y"], d["z"], d["mask"]).loss, d["x"]
-    ),
-    "clipped_value_loss": lambda d: with_backward(
-        lambda v: K.clipped_value_loss(v, d["y"], d["z"], d["mask"]).loss, d["x"]
-    ),
-    "kl_divergence": lambda d: with_backward(lambda v: K.kl_divergence(v, d["y"]).sum(), d["x"]),
-    "aggregate": lambda d: with_backward(
-        lambda v: K.aggregate(v, d["mask"], loss_agg_mode="seq-mean-token-mean"), d["x"]
-    ),
-    "mismatch_stats": lambda d: K.mismatch_stats(d["x"], d["y"], d["mask"]).k3_mean,
-    "pack_weights": lambda d: K.pack_weights(
-        WEIGHTS, torch.empty(20 * 576 * 1536, dtype=torch.bfloat16), torch.bfloat16
-    )[0],
-}
-WEIGHTS = weights()
-
-
-@pytest.mark.parametrize("name", list(CASES))
-def test_op(benchmark, data, name, monkeypatch):
-    run = CASES[name]
-    got = run(data)
-    monkeypatch.setenv("FASTRL_KERNELS", "reference")
-    torch.testing.assert_close(got, run(data), rtol=1e-4, atol=1e-4)
-    monkeypatch.delenv("FASTRL_KERNELS")
-    benchmark.pedantic(run, (data,), rounds=5, warmup_rounds=1)
+    bench(
+        Case(
+            f"pack_weights {total / 1e6:.1f}M fp32 -> bf16",
+            {"fastrl": Local(ours), "cast and cat": Local(plain)},
+            expected=lambda: [plain()],
+            tolerance=0.0,
+            cost=pack_cost(total),
+        )
+    )
