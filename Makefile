@@ -52,7 +52,7 @@ check: $(INSTALLED_TEST) ## format, lint, types, import contracts, generated pag
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/gen_docs.py --check
 
-docs: $(INSTALLED) ## write the generated pages docs/config.md and docs/metrics.md
+docs: $(INSTALLED) ## write the generated pages: docs/config.md, docs/metrics.md, docs/memory.md
 	$(BIN)/python scripts/gen_docs.py
 
 bench: $(INSTALLED_BENCH) ## benchmarks of what this machine can run

@@ -257,10 +257,29 @@ def part_lines(parts: Parts) -> list[str]:
     too_long = f", {dropped} longer than data.max_prompt_tokens dropped" if dropped else ""
     return [
         f"model         {type(policy).__name__}, {size:.1f}M parameters, {run.dtype} on {parts.device}",
+        f"kernels       {kernel_line(parts)}",
         f"data          {len(parts.cursor.prompt_set)} training prompts, {held_out} held out{too_long}",
         f"roles         {', '.join(sorted(role.value for role in parts.plan.roles))}",
         f"processes     {world_size()}, {thread_count()} threads each; {parts.total_steps} steps",
     ]
+
+
+def kernel_line(parts: Parts) -> str:
+    """Which implementations the passes of the policy use."""
+    from fastrl.models.liger import why_not_liger
+    from fastrl.models.training_layout import NAMES, choose_attention
+    from fastrl.trainer.precision import compute_dtype
+
+    model, wanted = parts.actor.model, parts.config.model
+    dtype = compute_dtype(parts.config.run.dtype)
+    patched = getattr(model, "fastrl_liger", None)
+    if patched:
+        liger = f"on ({', '.join(patched)})"
+    elif wanted.liger == "off":
+        liger = "off (model.liger = off)"
+    else:
+        liger = f"off ({why_not_liger(model.config.model_type, parts.device, dtype)})"
+    return f"attention: {NAMES[choose_attention(parts.device, dtype, wanted.attention)]}; Liger: {liger}"
 
 
 def thread_count() -> str:

@@ -38,6 +38,11 @@ class Entry:
     check: Callable[..., str | None] | None = None  # called with the options, says what is wrong with their values
     summary: str = ""  # first sentence of the docstring
 
+    @property
+    def whole_groups(self) -> bool:
+        """Advantages only: reads tokens of one group together, so that a group must be on one rank."""
+        return self.kind == "advantage" and self.level != "sequence" and "group_id" in self.data
+
     def call(self, data: Mapping[str, Any], options: Mapping[str, Any] | None = None) -> Any:
         """The function's result on the fields of `data` that it takes and the given options.
 

@@ -22,6 +22,7 @@ class ModelConfig(Section):
     chat_template: str | None = Field(None, description="file with a Jinja chat template that replaces the tokenizer's own; null keeps it")
     trust_remote_code: bool = Field(False, description="run Python code that a model folder or hub repository brings along")
     attention: Literal["auto", "flash", "varlen", "sdpa", "tiled"] = Field("auto", description="attention of the training passes; auto picks flash-attn, torch varlen or SDPA on a GPU, by type and installation, and tiles of matrix products on a CPU")
+    liger: Literal["auto", "on", "off"] = Field("auto", description="Liger's kernels for norms, rotations and gated products; auto takes them on a GPU in bfloat16 where liger-kernel is installed and covers the model type")
     gradient_checkpointing: bool = Field(False, description="recompute each layer's activations in the backward pass instead of keeping them")
 
 
@@ -157,6 +158,7 @@ class ParallelConfig(Section):
     processes: int | None = Field(None, ge=1, description="ranks that `fastrl train` starts on this machine; null is one per visible GPU, or one on a CPU; torchrun decides for itself")
     replicate: int = Field(1, ge=1, description="copies of each model over the ranks; every copy is sharded over parallel.shard ranks")
     shard: int | None = Field(None, ge=1, description="ranks that each copy of a model is sharded over; null is all ranks / parallel.replicate; 1 keeps whole models and sums their gradients")
+    sequence: int = Field(1, ge=1, description="consecutive ranks that split every micro-batch between them (rows, and heads in attention), for sequences too long for one; at most the number of attention heads")
     timeout_s: float = Field(600.0, gt=0, description="a rank that joins later, or a collective that waits longer, ends the run, in seconds")
 
 

@@ -208,17 +208,44 @@ class _Placement:
         return sum(count > 1 for count in holders.values())
 
     def spread(self, tolerance: float) -> None:
-        """Move parts of groups from the heaviest to the lightest rank until the imbalance is within the tolerance."""
+        """Move parts of groups from the heaviest to the lightest rank, or swap sequences of the heaviest and another,
+        until the imbalance is within the tolerance or nothing helps."""
         for _ in range(4 * len(self.table.costs)):
             heavy = max(range(len(self.loads)), key=lambda r: self.loads[r])
             light = min(range(len(self.loads)), key=lambda r: self.loads[r])
             mean = sum(self.loads) / len(self.loads)
             if self.loads[heavy] <= (1 + tolerance) * mean:
                 return
+            enough = self.loads[heavy] * (1 - 1e-12)
             best = min((self._try(heavy, light, g) for g in sorted(self.pieces[heavy])), default=None)
-            if best is None or best[0] >= self.loads[heavy] * (1 - 1e-12):
+            if best is not None and best[0] < enough:
+                self._move(heavy, light, best[2], best[3])
+                continue
+            swap = min((self._try_swap(heavy, r) for r in range(len(self.loads)) if r != heavy), default=None)
+            if swap is None or swap[0] >= enough:
                 return
-            self._move(heavy, light, best[2], best[3])
+            _, other, out, back = swap
+            self._move(heavy, other, self.table.group_of[out], [out])
+            self._move(other, heavy, self.table.group_of[back], [back])
+
+    def _try_swap(self, heavy: int, other: int) -> tuple[float, int, int, int]:
+        """(heavier load of the two after it, other rank, sequence out, sequence in) for the best swap with a rank."""
+        costs, group_of, prompts = self.table.costs, self.table.group_of, self.table.prompt_costs
+        mine, theirs = self.pieces[heavy], self.pieces[other]
+        best = (self.loads[heavy], other, -1, -1)
+        for out in (s for piece in mine.values() for s in piece):
+            g = group_of[out]
+            freed = costs[out] + (prompts[g] if len(mine[g]) == 1 else 0.0)
+            joined = costs[out] + (0.0 if g in theirs else prompts[g])
+            for back in (s for piece in theirs.values() for s in piece):
+                h = group_of[back]
+                if h == g or costs[back] >= costs[out]:
+                    continue
+                heavy_after = self.loads[heavy] - freed + costs[back] + (0.0 if h in mine else prompts[h])
+                leaves = costs[back] + (prompts[h] if len(theirs[h]) == 1 else 0.0)
+                after = max(heavy_after, self.loads[other] + joined - leaves)
+                best = min(best, (after, other, out, back))
+        return best
 
     def _try(self, heavy: int, light: int, group: int) -> tuple[float, int, int, list[int]]:
         """(heavier load of the two after the move, sequences moved, group, which) for the best part of a group."""

@@ -6,6 +6,7 @@ that no stage has made yet is an error at the line that forgot it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from enum import IntEnum
 from typing import Any
@@ -131,6 +132,29 @@ class RolloutBatch:
 SEQUENCE_FIELDS = frozenset(
     ["group_id", "sample_id", "finish_reason", "policy_version", "scores", "valid", "bootstrap_values", "greedy_scores"]
 )  # the [S] fields; all others but the prompts are [T]
+
+
+def concatenate(batches: Sequence[RolloutBatch]) -> RolloutBatch:
+    """One batch of all sequences, batch after batch; the same fields in each, and each keeps its own prompts."""
+    first = batches[0]
+    new: dict[str, Any] = {
+        "cu_seqlens": cu_seqlens_of(torch.cat([b.lengths for b in batches])),
+        "prompt_cu_seqlens": cu_seqlens_of(torch.cat([b.prompt_lengths for b in batches])),
+    }
+    for f in fields(first):
+        value = getattr(first, f.name)
+        if f.name in (*new, "group_index") or value is None:
+            continue
+        if isinstance(value, dict):
+            new[f.name] = {k: torch.cat([getattr(b, f.name)[k] for b in batches]) for k in value}
+        else:
+            new[f.name] = torch.cat([getattr(b, f.name) for b in batches])
+    before = 0
+    shifted = []
+    for b in batches:
+        shifted.append(b.group_index + before)
+        before += b.num_groups
+    return replace(first, **new, group_index=torch.cat(shifted))
 
 
 def cu_seqlens_of(lengths: Tensor) -> Tensor:

@@ -59,6 +59,15 @@ class MicroBatch:
         return self.input_ids.numel()
 
     @property
+    def num_keys(self) -> int:
+        """Keys that all rows read together: a row at position p of its sequence reads p + 1."""
+        total = 0
+        for start, end, prefix in self.segments:
+            rows, before = end - start, sum(b - a for a, b in prefix)
+            total += rows * before + rows * (rows + 1) // 2
+        return total
+
+    @property
     def num_tokens(self) -> int:
         """N, the number of response tokens."""
         return self.labels.numel()
@@ -252,6 +261,27 @@ class _PrefixTree:
             path.append((first, self.num_rows))
         self._last, self._path = inputs, path
         return np.concatenate([np.arange(start, end) for start, end in path])
+
+
+def empty_micro_batch(device: torch.device | str) -> MicroBatch:
+    """A micro-batch of no rows: a rank with less to do takes it through the model while the others work."""
+    none = torch.zeros(0, dtype=torch.int64, device=device)
+    return MicroBatch(
+        input_ids=none,
+        position_ids=none,
+        segments=(),
+        head_index=none,
+        labels=none,
+        token_index=none,
+        sequences=none,
+        bootstrap_index=none,
+        bootstrap_sequence=none,
+    )
+
+
+def fill_up(micro_batches: list[MicroBatch], count: int, device: torch.device | str) -> list[MicroBatch]:
+    """The micro-batches with empty ones behind them, `count` in all: ranks take the same number of passes."""
+    return micro_batches + [empty_micro_batch(device) for _ in range(count - len(micro_batches))]
 
 
 def keep_tokens(micro: MicroBatch, chosen: Tensor) -> MicroBatch | None:

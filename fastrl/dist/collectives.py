@@ -41,8 +41,24 @@ def communication_device() -> torch.device:
     return torch.device("cpu")
 
 
-def all_reduce_sum(tensors: Tensors) -> Tensors:
-    """Sums every tensor over all ranks, with one collective for all of them.
+_data_group: list[Any] = [None]
+
+
+def data_group() -> Any:
+    """The process group over which statistics of the training batch are taken; None is all ranks.
+
+    Under sequence parallelism several ranks hold the same sequences: the group then has one of each.
+    """
+    return _data_group[0]
+
+
+def set_data_group(group: Any) -> None:
+    """Choose what `data_group` returns; the same kind of group on every rank."""
+    _data_group[0] = group
+
+
+def all_reduce_sum(tensors: Tensors, group: Any = None) -> Tensors:
+    """Sums every tensor over all ranks, or those of `group`, with one collective for all of them.
 
     Args:
         tensors: dict or list of tensors of any shape and real dtype (integers exact below 2^53); the same names (or
@@ -58,7 +74,7 @@ def all_reduce_sum(tensors: Tensors) -> Tensors:
         return tensors
     device = communication_device()
     packed = torch.cat([t.detach().reshape(-1).to(device=device, dtype=torch.float64) for t in items])
-    torch_dist.all_reduce(packed)
+    torch_dist.all_reduce(packed, group=group)
     parts = packed.split([t.numel() for t in items])
     summed = [part.view(t.shape).to(device=t.device, dtype=t.dtype) for part, t in zip(parts, items)]
     return dict(zip(tensors, summed)) if isinstance(tensors, dict) else summed
@@ -95,8 +111,17 @@ def _sum_bucket(parameters: Sequence[Tensor]) -> None:
         p.grad = part.view_as(p)
 
 
-def all_gather_rows(tensor: Tensor) -> Tensor:
-    """Concatenates the rows of all ranks, in rank order; ranks may hold different numbers of rows, also none.
+def all_reduce_max(values: list[int]) -> list[int]:
+    """The largest of each number over all ranks; as many numbers on every rank."""
+    if not is_distributed() or world_size() == 1 or not values:
+        return values
+    most = torch.tensor(values, dtype=torch.int64, device=communication_device())
+    torch_dist.all_reduce(most, op=torch_dist.ReduceOp.MAX)
+    return [int(v) for v in most.tolist()]
+
+
+def all_gather_rows(tensor: Tensor, group: Any = None) -> Tensor:
+    """Concatenates the rows of all ranks, or those of `group`, in rank order; ranks may hold different numbers of rows, also none.
 
     Args:
         tensor: [n_r, ...], any dtype; the trailing shape is the same on every rank.
@@ -107,16 +132,16 @@ def all_gather_rows(tensor: Tensor) -> Tensor:
     if not is_distributed() or world_size() == 1:
         return tensor
     device = communication_device()
-    counts = torch.zeros(world_size(), dtype=torch.int64, device=device)
-    counts[rank()] = tensor.shape[0]
-    torch_dist.all_reduce(counts)
+    counts = torch.zeros(torch_dist.get_world_size(group), dtype=torch.int64, device=device)
+    counts[torch_dist.get_rank(group)] = tensor.shape[0]
+    torch_dist.all_reduce(counts, group=group)
     num_rows = counts.tolist()
     local = tensor.detach().to(device).contiguous()
     wire = local.view(torch.uint8) if local.dtype == torch.bool else local
     padded = wire.new_zeros((max(num_rows), *wire.shape[1:]))
     padded[: wire.shape[0]] = wire
     gathered = [torch.empty_like(padded) for _ in num_rows]
-    torch_dist.all_gather(gathered, padded)
+    torch_dist.all_gather(gathered, padded, group=group)
     rows = torch.cat([block[:n] for block, n in zip(gathered, num_rows)])
     return rows.view(tensor.dtype).to(tensor.device) if local.dtype == torch.bool else rows.to(tensor.device)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 
 from fastrl.errors import ModelError
 
@@ -99,14 +99,13 @@ def attention_forward(
     return output, None
 
 
-def _no_mask(*_args: Any, **_kwargs: Any) -> None:
-    """The layout replaces the mask."""
-
-
 def register() -> None:
-    """Make "fastrl" known to transformers (done when this module is imported)."""
+    """Make "fastrl" known to transformers (done when this module is imported).
+
+    No function for masks is registered: transformers then makes none. With one it would look for packed sequences in
+    the position ids first, which waits for the device in every pass and fails on a stream without rows.
+    """
     AttentionInterface.register(IMPLEMENTATION, attention_forward)
-    AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
 
 
 register()

@@ -7,9 +7,11 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
+from fastrl.models.attention import AttentionLayout
 from fastrl.models.double import keep_double
 from fastrl.models.head import trunk
-from fastrl.models.training_layout import Segment, TrainingLayout
+from fastrl.models.sequence_parallel import SequenceGroup, SequenceParallelLayout
+from fastrl.models.training_layout import Segment, StandInLayout, TrainingLayout
 
 
 class Packed(Protocol):
@@ -28,23 +30,42 @@ class Packed(Protocol):
     def head_index(self) -> Tensor: ...  # [N]
 
 
+def sequence_group(model: nn.Module) -> SequenceGroup | None:
+    """The ranks that share this model's micro-batches, if there are several."""
+    return getattr(model, "fastrl_sequence", None)
+
+
 def trunk_rows(model: nn.Module, micro: Packed) -> Tensor:
-    """All last hidden rows [U, H] of a micro-batch."""
-    layout = TrainingLayout(micro.segments, micro.input_ids.device, getattr(model, "fastrl_attention", "auto"))
+    """All last hidden rows [U, H] of a micro-batch; under sequence parallelism the rows of this rank.
+
+    Models cannot run without a row. Where there is none (a rank that has fewer micro-batches than others takes part in
+    their passes) one row stands in: it reads nothing, is read by nothing, and is cut off again.
+    """
+    layout: AttentionLayout = TrainingLayout(
+        micro.segments, micro.input_ids.device, getattr(model, "fastrl_attention", "auto")
+    )
+    input_ids, position_ids = micro.input_ids, micro.position_ids
+    if (ranks := sequence_group(model)) is not None:
+        layout = SequenceParallelLayout(layout, input_ids.numel(), ranks)
+        input_ids, position_ids = ranks.own(input_ids), ranks.own(position_ids)
+    if (num_rows := input_ids.numel()) == 0:
+        layout = StandInLayout(layout)
+        input_ids = position_ids = input_ids.new_zeros(1)
     with keep_double(model):
         output = trunk(model)(
-            input_ids=micro.input_ids[None],
-            position_ids=micro.position_ids[None],
+            input_ids=input_ids[None],
+            position_ids=position_ids[None],
             use_cache=False,
             fastrl_layout=layout,
         )
-    return output.last_hidden_state[0]
+    return output.last_hidden_state[0, :num_rows]
 
 
 def hidden_rows(model: nn.Module, micro: Packed) -> Tensor:
     """The rows [N, H] that predict the response tokens, in the order of `micro.labels`.
 
     This gather is the one place where index t (the sampled token) meets row t - 1. A prompt's last row predicts the
-    first token of each of its responses and is gathered once per response.
+    first token of each of its responses and is gathered once per response. Under sequence parallelism `micro` has been
+    reduced to this rank's head rows (`fastrl.trainer.sequence`).
     """
     return trunk_rows(model, micro)[micro.head_index]

@@ -21,6 +21,7 @@ from fastrl.models.cpu import use_onednn
 from fastrl.models.double import KeepDouble
 from fastrl.models.head import trunk
 from fastrl.models.hub import local_files_only
+from fastrl.models.liger import apply_liger, choose_liger
 from fastrl.models.training_layout import choose_attention
 from fastrl.models.verify import refuse_by_name, verify
 
@@ -51,6 +52,7 @@ def load_model(
     dtype: torch.dtype | str = torch.float32,
     device: torch.device | str = "cpu",
     attention: str = "auto",
+    liger: str = "off",
     revision: str | None = None,
     trust_remote_code: bool = False,
     gradient_checkpointing: bool = False,
@@ -62,6 +64,7 @@ def load_model(
         dtype: compute type. Parameters are float64 when this is, else float32: bfloat16 is the trainer's autocast.
         device: where the parameters go.
         attention: auto, flash, varlen, sdpa or tiled (model.attention).
+        liger: auto, on or off (model.liger).
         revision: branch, tag or commit on the hub.
         trust_remote_code: run Python code that comes with the model.
         gradient_checkpointing: recompute each layer in the backward pass.
@@ -84,6 +87,8 @@ def load_model(
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(_explain(path, error)) from error
     nn.Module.to(model, device)
+    if choose_liger(config.model_type, torch.device(device), _as_dtype(dtype), liger):
+        setattr(model, "fastrl_liger", apply_liger(model))  # noqa: B010
     return prepare_model(model, path, attention=attention, gradient_checkpointing=gradient_checkpointing)
 
 

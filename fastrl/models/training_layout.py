@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from fastrl.errors import ModelError
 from fastrl.models import varlen
+from fastrl.models.attention import AttentionLayout
 from fastrl.models.kernel_check import what_is_wrong
 from fastrl.models.tiles import Segment, TilePlan, tiled_attention
 
@@ -60,6 +62,24 @@ def why_not_kernel(name: str, device: torch.device) -> str | None:
     return "is not installed" if function is None else what_is_wrong(function, device, torch.bfloat16)
 
 
+class StandInLayout:
+    """A layout of no rows for a stream of one row that is not among them."""
+
+    def __init__(self, layout: AttentionLayout) -> None:
+        self.layout = layout
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:
+        """query [1, Hq, 1, D], key and value [1, Hkv, 1, D] -> zeros [1, 1, Hq, D], gradients of 0 to all three."""
+        out = self.layout.attend(module, query[:, :, :0], key[:, :, :0], value[:, :, :0], **how)
+        return nn.functional.pad(out, (0, 0, 0, 0, 0, 1))
+
+
+def no_rows(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """[1, 0, Hq, Dv] for a stream without rows; query, key and value still get gradients (of 0 rows)."""
+    out = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2)
+    return out + 0 * (query.sum() + key.sum())
+
+
 class TrainingLayout:
     """Segments of a micro-batch as a fastrl layout. The plans it makes are kept for all layers and passes.
 
@@ -90,6 +110,8 @@ class TrainingLayout:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """query [1, Hq, U, D], key and value [1, Hkv, U, D] -> [1, U, Hq, D]."""
+        if not query.shape[2]:
+            return no_rows(query, key, value)
         kind = query.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
         wanted = "auto" if self.wanted in KERNELS and dtype not in HALF else self.wanted

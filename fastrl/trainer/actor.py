@@ -6,7 +6,10 @@ against the engine's own log-probs is read off the same pass.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -16,12 +19,14 @@ from fastrl.data.batch import RolloutBatch, cu_seqlens_of
 from fastrl.data.packing import MicroBatch
 from fastrl.dist.collectives import any_rank, world_size
 from fastrl.kernels import LogProbs, linear_log_prob, linear_token_loss
+from fastrl.models.flops import ForwardFlops, forward_flops
 from fastrl.models.forward import hidden_rows
 from fastrl.models.head import head_of
 from fastrl.trainer.losses import LossSettings, OptimizerBatch, token_terms
 from fastrl.trainer.metrics import Metrics, policy_stat
 from fastrl.trainer.optim import Optimizer, record_update
 from fastrl.trainer.precision import autocast
+from fastrl.trainer.sequence import counts_loss, merge, own_rows, whole_rows
 
 
 class PolicyModel:
@@ -29,6 +34,11 @@ class PolicyModel:
 
     def __init__(self, model: PreTrainedModel, *, temperature: float, dtype: torch.dtype) -> None:
         self.model, self.temperature, self.dtype = model, temperature, dtype
+
+    @cached_property
+    def flops(self) -> ForwardFlops:
+        """Operations of a pass over a micro-batch."""
+        return forward_flops(self.model)
 
     def head_arguments(self) -> dict:
         """Keyword arguments of the head kernels, apart from hidden rows and labels."""
@@ -49,23 +59,27 @@ class PolicyModel:
         *,
         want_entropy: bool = False,
         want_sum_sq: bool = False,
+        metrics: Metrics | None = None,
     ) -> dict[str, Tensor]:
         """Log-probs [T] of the sampled tokens (0 where no row asks for one), with entropy and sum_sq [T] if wanted."""
         size = batch.num_tokens
         out: dict[str, Tensor] = {}
         for micro in micro_batches:
+            if metrics is not None:
+                metrics.add_sum("perf/model_flops", self.flops.forward(micro))
+            own = own_rows(self.model, micro)
             with autocast(self.dtype, batch.response_ids.device):
-                hidden = hidden_rows(self.model, micro)
+                hidden = hidden_rows(self.model, own)
             rows = linear_log_prob(
-                hidden, labels=micro.labels, want_entropy=want_entropy, want_sum_sq=want_sum_sq, **self.head_arguments()
+                hidden, labels=own.labels, want_entropy=want_entropy, want_sum_sq=want_sum_sq, **self.head_arguments()
             )
             for name, wanted in (("log_prob", True), ("entropy", want_entropy), ("sum_sq", want_sum_sq)):
                 if wanted:
                     value = getattr(rows, name)
-                    out.setdefault(name, value.new_zeros(size))[micro.token_index] = value
+                    out.setdefault(name, value.new_zeros(size))[own.token_index] = value
         if not out:
             out["log_prob"] = torch.zeros(size, device=batch.response_ids.device)
-        return out
+        return {name: merge(self.model, value) for name, value in out.items()}
 
 
 class Actor(PolicyModel):
@@ -97,27 +111,37 @@ class Actor(PolicyModel):
         finite = not any_rank(not bool(torch.isfinite(total)))
         lr = self.optimizer.lr
         norm, applied = self.optimizer.step(finite)
-        metrics.add("policy/total_loss", total, 1 / world_size())
-        record_update(metrics, "", self.optimizer, norm, lr, applied)
+        with metrics.counted():
+            metrics.add("policy/total_loss", total, 1 / world_size())
+            record_update(metrics, "", self.optimizer, norm, lr, applied)
         return applied
 
     def backward(self, members: OptimizerBatch, micro: MicroBatch, seen: Tensor, metrics: Metrics) -> Tensor:
         """Forward and backward of one micro-batch; returns its share of the loss (0-d, detached)."""
+        own = own_rows(self.model, micro)
         with autocast(self.dtype, micro.input_ids.device):
-            hidden = hidden_rows(self.model, micro)
-        path = self.loss_in_forward if self.gradient_in_forward else self.loss_recomputed
-        loss, log_prob, entropy, stats = path(members, micro, hidden)
+            hidden = hidden_rows(self.model, own)
+        counted: AbstractContextManager[None] = contextlib.nullcontext()
+        if self.gradient_in_forward:
+            rows_of, counted = own, metrics.counted()
+            loss, log_prob, entropy, stats = self.loss_in_forward(members, own, hidden)
+        else:
+            rows_of = micro
+            loss, log_prob, entropy, stats = self.loss_recomputed(members, micro, own, hidden)
         loss.backward()
-        seen[micro.token_index] = log_prob.to(seen.dtype)
-        metrics.add_mean("policy/entropy", entropy)
-        for name, value in stats.items():
-            metrics.add_mean(STATS.get(name) or policy_stat(name), value)
-            for extreme in EXTREMES.get(name, ()):
-                getattr(metrics, f"add_{extreme[-3:]}")(extreme, value)
+        seen[rows_of.token_index] = log_prob.to(seen.dtype)
+        with counted:
+            metrics.add_mean("policy/entropy", entropy)
+            for name, value in stats.items():
+                metrics.add_mean(STATS.get(name) or policy_stat(name), value)
+                for extreme in EXTREMES.get(name, ()):
+                    getattr(metrics, f"add_{extreme[-3:]}")(extreme, value)
+        metrics.add_sum("perf/model_flops", self.flops.update(micro))
         metrics.add_sum("perf/unique_tokens", micro.num_rows)
         metrics.add_sum("perf/head_rows", micro.num_tokens)
-        metrics.add_sum("perf/microbatches", 1)
-        return loss.detach()
+        metrics.add_sum("perf/padding", micro.num_rows - sum(end - start for start, end, _ in micro.segments))
+        metrics.add_sum("perf/microbatches" if micro.num_rows else "perf/empty_microbatches", 1)
+        return loss.detach() if rows_of is own or counts_loss(self.model) else torch.zeros_like(loss.detach())
 
     def loss_in_forward(
         self, members: OptimizerBatch, micro: MicroBatch, hidden: Tensor
@@ -133,13 +157,18 @@ class Actor(PolicyModel):
         return loss, rows.log_prob, entropy_of(rows), stats
 
     def loss_recomputed(
-        self, members: OptimizerBatch, micro: MicroBatch, hidden: Tensor
+        self, members: OptimizerBatch, micro: MicroBatch, own: MicroBatch, hidden: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-        """Sequence-level losses: the head is run again in the backward, because ratios need whole sequences first."""
-        rows = linear_log_prob(hidden, labels=micro.labels, want_entropy=True, **self.head_arguments())
+        """Sequence-level losses: the head is run again in the backward, because ratios need whole sequences first.
+
+        Everything returned is of all head rows of `micro`, `own` being those whose hidden rows are here.
+        """
+        rows = linear_log_prob(hidden, labels=own.labels, want_entropy=True, **self.head_arguments())
+        log_prob = whole_rows(self.model, micro, rows.log_prob)
+        entropy = whole_rows(self.model, micro, entropy_of(rows))
         cu_seqlens = row_borders(members.batch, micro.token_index)
-        loss, stats = token_terms(self.settings, members, rows.log_prob, rows.entropy, micro.token_index, cu_seqlens)
-        return loss.sum(), rows.log_prob.detach(), entropy_of(rows).detach(), stats
+        loss, stats = token_terms(self.settings, members, log_prob, entropy, micro.token_index, cu_seqlens)
+        return loss.sum(), log_prob.detach(), entropy.detach(), stats
 
 
 def entropy_of(rows: LogProbs) -> Tensor:

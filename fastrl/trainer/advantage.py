@@ -16,7 +16,7 @@ from fastrl.algorithms.kl import FixedKL
 from fastrl.algorithms.registry import Entry
 from fastrl.algorithms.token_rewards import kl_in_reward, place_scores
 from fastrl.data.batch import FinishReason, RolloutBatch
-from fastrl.dist.collectives import all_reduce_sum
+from fastrl.dist.collectives import all_reduce_sum, data_group
 from fastrl.kernels import whiten
 from fastrl.trainer.metrics import Metrics
 from fastrl.trainer.normalizers import gather_own, reduce_one, sequence_sums
@@ -77,7 +77,7 @@ class AdvantageStage:
             per_sequence = sequence_sums(torch.where(batch.response_mask, kl, torch.zeros_like(kl)), batch)
             lengths = sequence_sums(batch.response_mask, batch).clamp(min=1)
             totals = all_reduce_sum(
-                {"kl": (per_sequence / lengths).sum(), "n": torch.tensor(float(batch.num_sequences))}
+                {"kl": (per_sequence / lengths).sum(), "n": torch.tensor(float(batch.num_sequences))}, data_group()
             )
             mean_kl, count = float(totals["kl"] / totals["n"].clamp(min=1)), int(totals["n"])
             metrics.set("kl/reward", mean_kl)
@@ -139,7 +139,7 @@ class AdvantageStage:
         if "components" in self.estimator.data:
             columns |= {f"component/{name}": value for name, value in (batch.components or {}).items()}
         present = {name: value for name, value in columns.items() if value is not None}
-        gathered, own = gather_own(list(present.values()))
+        gathered, own = gather_own(list(present.values()), data_group())
         data: dict[str, Any] = dict(zip(present, gathered))
         if self.running is not None and self.running.num_updates:
             data["running_baseline"] = torch.as_tensor(self.running.value, dtype=data["scores"].dtype)
@@ -172,10 +172,10 @@ def whiten_over_ranks(values: Tensor, mask: Tensor) -> Tensor:
     Fewer than two tokens: x - mean. All [T].
     """
     kept = torch.where(mask, values, torch.zeros_like(values)).double()
-    first = all_reduce_sum({"sum": kept.sum(), "count": mask.sum().double()})
+    first = all_reduce_sum({"sum": kept.sum(), "count": mask.sum().double()}, data_group())
     mean = first["sum"] / first["count"].clamp(min=1)
     deviation = torch.where(mask, kept - mean, torch.zeros_like(kept))
-    squares = all_reduce_sum({"squares": (deviation * deviation).sum()})["squares"]
+    squares = all_reduce_sum({"squares": (deviation * deviation).sum()}, data_group())["squares"]
     enough = first["count"] > 1
     variance = torch.where(enough, squares / (first["count"] - 1).clamp(min=1), torch.ones_like(squares))
     eps = torch.where(enough, 1e-8, 0.0)

@@ -1,38 +1,41 @@
 """The loop. `Trainer.step` names every stage in order; each stage lives in a file of its own.
 
-generate -> old log-prob -> reference log-prob -> values -> reward -> advantage -> update critic -> update actor ->
-sync weights -> log. What the plan does not ask for does not run.
+generate -> exchange -> old log-prob -> reference log-prob -> values -> reward -> advantage -> update critic ->
+update actor -> sync weights -> log. What the plan does not ask for does not run.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastrl.config.schema import Config
 from fastrl.data.batch import RolloutBatch
-from fastrl.data.packing import MicroBatch, pack, plan_optimizer_batches
+from fastrl.data.packing import MicroBatch, fill_up, pack, plan_optimizer_batches
 from fastrl.data.prompts import Prompt, PromptCursor
-from fastrl.dist.collectives import all_gather_rows, world_size
+from fastrl.dist.collectives import all_gather_rows, all_reduce_max, world_size
+from fastrl.models.flops import peak_flops
 from fastrl.rollout.engine import Engine
 from fastrl.rollout.records import RolloutWriter
 from fastrl.rollout.seeds import sample_seed
 from fastrl.trainer.actor import Actor, PolicyModel
 from fastrl.trainer.advantage import AdvantageStage
+from fastrl.trainer.balancing import Exchange
 from fastrl.trainer.critic import Critic
 from fastrl.trainer.generation import Generator, RefillSettings, ScoredSample, build_batch, fill_batch, resampled
 from fastrl.trainer.losses import OptimizerBatch
 from fastrl.trainer.metrics import Metrics
-from fastrl.trainer.normalizers import keep_rows, optimizer_batch
+from fastrl.trainer.normalizers import optimizer_batch, remaining
 from fastrl.trainer.observe import batch_metrics, mismatch_metrics, rollout_metrics
 from fastrl.trainer.plan import Plan
-from fastrl.trainer.records import sample_records
+from fastrl.trainer.records import mean_advantages, sample_records
 from fastrl.trainer.reporter import Reporter
 from fastrl.trainer.selection import EntropyController, select_tokens
+from fastrl.trainer.sequence import counts_loss, merge_seen
 from fastrl.trainer.validation import Validator
 
 
@@ -48,6 +51,7 @@ class Parts:
     engine: Engine
     generator: Generator
     cursor: PromptCursor
+    exchange: Exchange
     advantages: AdvantageStage
     entropy: EntropyController
     validator: Validator | None
@@ -112,27 +116,30 @@ class Trainer:
         number, every = self.step_number, self.config.logging.rollouts_every_steps
         records = list(sample_records(held_out, number, split="validation"))
         if batch is not None and is_due(number, every):
-            records = [*sample_records(self.samples, number, batch=batch), *records]
+            records = [*sample_records(self.samples, number, advantages=mean_advantages(batch)), *records]
         if self.writer is not None and records:
             self.writer.write(number, records)
 
     def step(self) -> tuple[RolloutBatch, dict[str, float]]:
         """One training step; returns its batch and its reduced metrics."""
-        parts, plan, timer, started = self.parts, self.plan, self.metrics.timer, time.perf_counter()
+        parts, plan, timer, started = self.parts, self.plan, self.metrics.timer, self.metrics.clock.mark()
         with timer("generate"):
             batch = self.generate()
         parts.engine.sleep()  # what it holds for generation is training's memory now
+        with timer("exchange"):
+            batch = parts.exchange(batch, seed=self.batch_seed, metrics=self.metrics)
+        self.metrics.muted = not counts_loss(parts.actor.model)  # its sequence group holds this batch more than once
         packed = self.pack(batch)
         if plan.old_log_prob:
             with timer("old_log_prob"):
                 batch = self.old_log_prob(batch, packed)
         if parts.reference is not None:
             with timer("reference"):
-                rows = parts.reference.log_prob(batch, flatten(packed))
+                rows = parts.reference.log_prob(batch, flatten(packed), metrics=self.metrics)
                 batch = batch.with_(ref_log_prob=rows["log_prob"])
         if parts.critic is not None:
             with timer("values"):
-                batch = batch.with_(**parts.critic.values(batch, self.value_passes(batch, packed)))
+                batch = batch.with_(**parts.critic.values(batch, self.value_passes(batch, packed), self.metrics))
         with timer("advantage"):
             batch = parts.advantages(batch, self.metrics)
         if parts.critic is not None:
@@ -166,6 +173,8 @@ class Trainer:
         self.samples = samples
         batch = build_batch(samples, dtype=dtype).to(self.parts.device)
         rollout_metrics(batch, self.metrics)
+        if (peak := peak_flops(self.parts.device)) is not None:
+            self.metrics.add_sum("perf/peak_flops", peak)
         if a.pf_ppo_mode != "none":
             batch = resampled(batch, a.pf_ppo_mode, a.pf_ppo_power, seed=self.config.run.seed, step=number)
         return batch
@@ -174,40 +183,47 @@ class Trainer:
         """The next prompts; at an epoch's end the ones that are left."""
         return self.parts.cursor.take_within_epoch(number)
 
+    @property
+    def batch_seed(self) -> int:
+        """Orders the prompts of the current step into optimizer batches."""
+        return sample_seed(self.config.run.seed, self.step_number + 1, 0, 0) % 2**31
+
     def pack(self, batch: RolloutBatch) -> Packed:
         """Optimizer batches by whole prompts in a seeded order, each in micro-batches that all passes share."""
-        run = self.config.run
-        seed = sample_seed(run.seed, self.step_number + 1, 0, 0) % 2**31
-        groups = all_gather_rows(batch.group_id)
         plans = plan_optimizer_batches(
-            batch.group_id, num_updates=self.plan.updates_per_step, seed=seed, all_group_id=groups
+            batch.group_id,
+            num_updates=self.plan.updates_per_step,
+            seed=self.batch_seed,
+            all_group_id=all_gather_rows(batch.group_id),
         )
-        return [
-            (members, pack(batch, members, max_tokens=run.max_tokens_per_microbatch, share_prompts=run.share_prompts))
-            for members in plans
-        ]
+        return self.micro_batches(batch, plans)
 
-    def value_passes(self, batch: RolloutBatch, packed: Packed) -> list[MicroBatch]:
-        """The micro-batches of the values pass; with bootstrapping, a row more per truncated response."""
-        if not self.plan.bootstrap:
-            return flatten(packed)
-        run, truncated = self.config.run, batch.finish_reason == 1
-        pieces = [
+    def micro_batches(self, batch: RolloutBatch, plans: list[Tensor], extra_row: Tensor | bool = False) -> Packed:
+        """Each optimizer batch in micro-batches, equally many on every rank."""
+        run = self.config.run
+        made = [
             pack(
                 batch,
                 members,
                 max_tokens=run.max_tokens_per_microbatch,
                 share_prompts=run.share_prompts,
-                extra_row=truncated,
+                extra_row=extra_row,
             )
-            for members, _ in packed
+            for members in plans
         ]
-        return [micro for piece in pieces for micro in piece]
+        counts = all_reduce_max([len(micro_batches) for micro_batches in made])
+        return [(members, fill_up(each, n, self.parts.device)) for members, each, n in zip(plans, made, counts)]
+
+    def value_passes(self, batch: RolloutBatch, packed: Packed) -> list[MicroBatch]:
+        """The micro-batches of the values pass; with bootstrapping, a row more per truncated response."""
+        if not self.plan.bootstrap:
+            return flatten(packed)
+        return flatten(self.micro_batches(batch, [members for members, _ in packed], batch.finish_reason == 1))
 
     def old_log_prob(self, batch: RolloutBatch, packed: Packed) -> RolloutBatch:
         """Log-probs (with entropies and sums of squares if needed) before the first update on this batch."""
         want = {"want_entropy": self.plan.old_entropy, "want_sum_sq": self.plan.sum_sq}
-        rows = self.parts.actor.log_prob(batch, flatten(packed), **want)
+        rows = self.parts.actor.log_prob(batch, flatten(packed), metrics=self.metrics, **want)
         return batch.with_(old_log_prob=rows["log_prob"], old_entropy=rows.get("entropy"), sum_sq=rows.get("sum_sq"))
 
     def members(self, batch: RolloutBatch, sequences: Tensor, mask: Tensor, update: int = 0) -> OptimizerBatch:
@@ -233,9 +249,8 @@ class Trainer:
         for _ in range(self.config.critic.num_epochs_per_batch or self.plan.epochs_per_batch):
             for sequences, micro_batches in packed:
                 members = self.members(batch, sequences, mask)
-                kept = [micro for micro in (keep_rows(m, mask) for m in micro_batches) if micro is not None]
                 if members.num_tokens:
-                    critic.update(members, kept, self.metrics)
+                    critic.update(members, remaining(micro_batches, mask), self.metrics)
 
     def update_actor(self, batch: RolloutBatch, packed: Packed) -> None:
         """The policy's epochs over the batch; the first forward of each token also gives the mismatch."""
@@ -247,10 +262,12 @@ class Trainer:
                 if self.plan.selection and members.num_tokens:
                     members, chosen = select_tokens(self, members, micro_batches, mask, actor.optimizer.updates)
                 if not members.num_tokens:
-                    self.metrics.add_sum("data/empty_updates", 1 / world_size())
+                    with self.metrics.counted():
+                        self.metrics.add_sum("data/empty_updates", 1 / world_size())
                     continue
-                kept = [micro for micro in (keep_rows(m, chosen) for m in micro_batches) if micro is not None]
+                kept = remaining(micro_batches, chosen)
                 actor.update(members, kept, first if epoch == 0 else torch.empty_like(first), self.metrics)
+        first = merge_seen(actor.model, first)
         mismatch_metrics(batch, first if batch.old_log_prob is None else batch.old_log_prob, self.metrics)
 
     def sync_weights(self) -> None:
@@ -258,10 +275,11 @@ class Trainer:
         self.version += 1
         self.parts.engine.update_weights(self.parts.actor.model, self.version)
 
-    def close_step(self, batch: RolloutBatch, started: float) -> dict[str, float]:
+    def close_step(self, batch: RolloutBatch, started: Any) -> dict[str, float]:
         """The log boundary: the step's metrics as numbers."""
         batch_metrics(batch, self.parts, self.metrics)
-        self.metrics.add_seconds("time/step_s", time.perf_counter() - started)
+        self.metrics.muted = False
+        self.metrics.add_span("time/step_s", started)
         values = self.metrics.reduce()
         self.parts.entropy.update(values.get("policy/entropy", float("nan")))
         return values

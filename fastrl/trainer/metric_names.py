@@ -110,14 +110,27 @@ METRICS: dict[str, str] = {
     "perf/tokens_per_s": "response tokens per second of the whole step, all ranks, tokens/s; tokens over the slowest rank's time",
     "perf/generate_tokens_per_s": "response tokens per second of generation alone, all ranks, tokens/s; tokens over the slowest rank's time",
     "perf/samples_per_s": "responses per second of the whole step, all ranks, samples/s; samples over the slowest rank's time",
+    "perf/train_tokens_per_s": "response tokens per second of the training phases (old_log_prob, reference, values, update_critic, update_actor), all ranks, tokens/s; tokens over the slowest rank's time",
+    "perf/model_flops": "operations of the forward and backward passes over this step's batch, from row, key and head-row counts (docs/distributed.md), recomputation left out, FLOPs; sum over ranks",
+    "perf/flops_per_s": "model_flops per second of the training phases, all ranks, FLOPs/s; sum over the slowest rank's time",
+    "perf/peak_flops": "dense 16-bit peak of the GPUs by their data sheets (absent on a CPU or an unknown GPU), FLOPs/s; sum over ranks",
+    "perf/mfu": "model FLOPs utilisation: flops_per_s over peak_flops, fraction; over the step",
     "perf/unique_tokens": "tokens the trunk computed in one pass over the batch (each prompt once when shared), tokens; sum over ranks",
     "perf/microbatches": "forward and backward passes of the policy, passes; sum over ranks",
+    "perf/empty_microbatches": "passes without a row, taken by ranks that had fewer micro-batches than another, passes; sum over ranks",
+    "perf/padding": "rows of the passes of the policy that hold no token of a sequence (0 by construction), rows; sum over ranks",
+    "perf/imbalance": "work of the heaviest rank over the mean of the ranks less 1, each summed over the step's optimizer batches, fraction; value (equal on all ranks)",
+    "perf/imbalance/generated": "the same if every rank had trained on the sequences it generated, fraction; value (equal on all ranks)",
+    "perf/split_groups": "groups whose sequences train on more than one rank, groups; value (equal on all ranks)",
+    "perf/exchange_bytes": "bytes of sequences that moved to another rank after generation, bytes; sum over ranks",
+    "perf/exchange_table_bytes": "bytes of the table of ids and lengths that the assignment is made from, bytes; sum over ranks",
     "perf/head_rows": "rows that went through the vocabulary head, rows; sum over ranks",
     "perf/nan_values": "values left out of this step's means because they were NaN, values; sum",
-    # time: wall seconds without waiting for the device; the slowest rank
+    # time: wall seconds, on a GPU between events of its own queue; nothing waits for the device; the slowest rank
     "time/step_s": "whole step, seconds; maximum over ranks",
     "time/total_s": "since the run started, time before a resume included, seconds; maximum over ranks",
     "time/generate_s": "generation, rewards that overlap with it included, seconds; maximum over ranks",
+    "time/exchange_s": "assigning sequences to ranks and moving them, seconds; maximum over ranks",
     "time/reward_s": "waiting for rewards after generation, seconds; maximum over ranks",
     "time/old_log_prob_s": "log-probs before the first update, seconds; maximum over ranks",
     "time/reference_s": "log-probs of the reference model, seconds; maximum over ranks",
@@ -158,6 +171,7 @@ PATTERNS: dict[str, str] = {
     "mismatch/rejected_tokens/<rule>": "sampled tokens taken out of the loss by one rejection rule, fraction; mean over sampled tokens",
     "mismatch/rejected_sequences/<rule>": "sequences taken out of the loss by one rejection rule, fraction; mean over sequences",
     "val/<source>/<stat>": "a held-out figure of one data source (mean, pass@k, maj@k, best, worst, each with /low and /high of its 95 % interval, length/mean, truncated_fraction); over prompts",
+    "memory/peak/<phase>_gib": "highest memory in use during a phase (device memory on a GPU; on a CPU resident memory: its peak where it was the highest so far, else the larger of begin and end), GiB; maximum over ranks",
     "time/<phase>/<part>_s": "a part of a phase, seconds; maximum over ranks",
 }
 
@@ -168,6 +182,7 @@ _REGEXES: dict[str, re.Pattern[str]] = {
     "mismatch/rejected_tokens/<rule>": re.compile(r"mismatch/rejected_tokens/[^/]+"),
     "mismatch/rejected_sequences/<rule>": re.compile(r"mismatch/rejected_sequences/[^/]+"),
     "val/<source>/<stat>": re.compile(r"val/[^/]+/.+"),
+    "memory/peak/<phase>_gib": re.compile(r"memory/peak/[^/]+_gib"),
     "time/<phase>/<part>_s": re.compile(r"time/[^/]+/[^/]+_s"),
 }
 

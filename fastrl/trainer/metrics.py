@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import resource
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,109 +22,13 @@ import torch
 from torch import Tensor
 
 from fastrl.dist.collectives import all_gather_object, communication_device, is_distributed, world_size
+from fastrl.trainer.instruments import GIB, Clock, HostClock, PeakMemory, clock_of, memory_of
+from fastrl.trainer.metric_kinds import EMPTY, KINDS, SAME_TWICE, Slots
 from fastrl.trainer.metric_names import METRICS, PATTERNS, describe, is_known, policy_stat, unknown_metrics
 
 __all__ = ["METRICS", "PATTERNS", "Metrics", "describe", "is_known", "memory_gib", "policy_stat", "unknown_metrics"]
 
 Number = float | int | Tensor
-Slots = list[Any]  # numbers on the host, or 0-d float64 tensors on any device
-GIB = float(2**30)
-
-
-def _larger(a: Any, b: Any) -> Any:
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return torch.maximum(torch.as_tensor(a, dtype=torch.float64), torch.as_tensor(b, dtype=torch.float64))
-    return max(a, b)
-
-
-def _add(a: Slots, b: Slots) -> Slots:
-    return [x + y for x, y in zip(a, b)]
-
-
-def _maximum(a: Slots, b: Slots) -> Slots:
-    return [_larger(x, y) for x, y in zip(a, b)]
-
-
-def _merge_moments(a: Slots, b: Slots) -> Slots:
-    """Chan's update of (count, mean, sum of squared deviations), then (-min, max)."""
-    count = a[0] + b[0]
-    weight = b[0] / (count + (count == 0))
-    delta = b[1] - a[1]
-    mean = a[1] + delta * weight
-    squares = a[2] + b[2] + delta * delta * a[0] * weight
-    return [count, mean, squares, _larger(a[3], b[3]), _larger(a[4], b[4])]
-
-
-def _mean(s: list[float]) -> float | None:
-    return s[0] / s[1] if s[1] > 0 else None
-
-
-def _sum(s: list[float]) -> float | None:
-    return s[0] if s[1] > 0 else None
-
-
-def _extreme(s: list[float]) -> float | None:
-    return None if s[0] == -math.inf else s[0]
-
-
-def _lowest(s: list[float]) -> float | None:
-    return None if s[0] == -math.inf else -s[0]
-
-
-def _value(s: list[float]) -> float | None:
-    return None if s[1] == -math.inf else s[1]
-
-
-def _effective_sample_size(s: list[float]) -> float | None:
-    """(sum w)^2 / (n sum w^2)."""
-    n, total, squares = s
-    return total * total / (n * squares) if n > 0 and squares > 0 else None
-
-
-def _pearson(s: list[float]) -> float | None:
-    n, x, y, xx, yy, xy = s
-    if n < 2:
-        return None
-    spread = (xx - x * x / n) * (yy - y * y / n)
-    return (xy - x * y / n) / math.sqrt(spread) if spread > 0 else None
-
-
-def _explained_variance(s: list[float]) -> float | None:
-    """1 - Var(error) / Var(target)."""
-    n, target, target_sq, error, error_sq = s
-    variance = target_sq - target * target / n if n > 0 else 0.0
-    # The sums carry float64 rounding: a constant target must not turn into a variance of 1e-17.
-    if variance <= 1e-12 * max(target_sq, 1e-30):
-        return None
-    return 1.0 - (error_sq - error * error / n) / variance
-
-
-# kind -> (how two of the same name merge on a rank, how ranks merge, what is shown)
-_Kind = tuple[Callable[[Slots, Slots], Slots], Callable[[Slots, Slots], Slots], Callable[[list[float]], float | None]]
-_KINDS: dict[str, _Kind] = {
-    "mean": (_add, _add, _mean),
-    "sum": (_add, _add, _sum),
-    "max": (_maximum, _maximum, _extreme),
-    "min": (_maximum, _maximum, _lowest),  # stored negated
-    "value": (lambda a, b: b, _maximum, _value),
-    "slowest": (_add, _maximum, _extreme),
-    "ess": (_add, _add, _effective_sample_size),
-    "pearson": (_add, _add, _pearson),
-    "explained_variance": (_add, _add, _explained_variance),
-    "moments": (_merge_moments, _merge_moments, _mean),
-}
-_EMPTY: dict[str, list[float]] = {
-    "mean": [0.0, 0.0],
-    "sum": [0.0, 0.0],
-    "max": [-math.inf],
-    "min": [-math.inf],
-    "value": [-math.inf, -math.inf],
-    "slowest": [-math.inf],
-    "ess": [0.0] * 3,
-    "pearson": [0.0] * 6,
-    "explained_variance": [0.0] * 5,
-    "moments": [0.0, 0.0, 0.0, -math.inf, -math.inf],
-}
 
 
 class Metrics:
@@ -139,6 +42,10 @@ class Metrics:
     def __init__(self, *, strict: bool = False, on_phase: Callable[[str], None] | None = None) -> None:
         self.strict = strict
         self.on_phase = on_phase
+        self.muted = False  # True: another rank contributes the same sums (`counted` are this rank's own)
+        self.clock: Clock = HostClock()
+        self.memory: PeakMemory | None = None
+        self._spans: list[tuple[str, Any, Any]] = []  # (name, start, end) marks that `reduce` turns into seconds
         self._slots: dict[str, tuple[str, Slots]] = {}
         self._agreed: list[tuple[str, str]] = []  # (name, kind) that every rank has sent before, in wire order
 
@@ -211,23 +118,53 @@ class Metrics:
         self._put(name, "slowest", [float(seconds)])
 
     @contextmanager
-    def timer(self, phase: str) -> Iterator[None]:
-        """Adds the wall time of the block to `time/<phase>_s`, without waiting for the device."""
-        if self.on_phase is not None:
-            self.on_phase(phase)
-        start = time.perf_counter()
+    def counted(self) -> Iterator[None]:
+        """What is added inside is this rank's own and counts, although the rank is muted."""
+        before, self.muted = self.muted, False
         try:
             yield
         finally:
-            self.add_seconds(f"time/{phase}_s", time.perf_counter() - start)
+            self.muted = before
+
+    def watch(self, device: torch.device) -> None:
+        """Time phases on `device`'s own queue from now on, and keep the peak of its memory (on a CPU: of resident
+        memory) for each phase."""
+        self.clock, self.memory = clock_of(device), memory_of(device)
+
+    def add_span(self, name: str, start: Any) -> None:
+        """Adds the time from the mark `start` (of `clock`) until now to `name`; read at `reduce`."""
+        self._spans.append((name, start, self.clock.mark()))
+
+    @contextmanager
+    def timer(self, phase: str) -> Iterator[None]:
+        """Adds the time of the block to `time/<phase>_s`, without waiting for the device, and its peak of memory to
+        `memory/peak/<phase>_gib`."""
+        if self.on_phase is not None:
+            self.on_phase(phase)
+        if self.memory is not None:
+            self.memory.begin()
+        start = self.clock.mark()
+        try:
+            yield
+        finally:
+            self.add_span(f"time/{phase}_s", start)
+            if self.memory is not None:
+                self.add_max(f"memory/peak/{phase}_gib", self.memory.end() / GIB)
 
     def add_memory(self, device: torch.device | str | None = None) -> None:
         """Contributes the memory figures of this process and device (`memory_gib`), largest over ranks."""
-        for name, gib in memory_gib(device).items():
+        figures = memory_gib(device)
+        if self.memory is not None:  # phases reset the peak that `memory_gib` reads
+            name = "device_peak" if "device_peak" in figures else "peak_rss"
+            figures[name] = max(figures[name], self.memory.take() / GIB)
+        for name, gib in figures.items():
             self.add_max(f"memory/{name}_gib", gib)
 
     def reduce(self) -> dict[str, float]:
         """Merges all ranks with one collective and returns the numbers, equal on every rank; starts afresh."""
+        for name, start, end in self._spans:
+            self.add_seconds(name, self.clock.seconds(start, end))
+        self._spans = []
         self._slots.setdefault("perf/nan_values", ("sum", [0.0, 1.0]))
         local = {(name, kind): slots for name, (kind, slots) in self._slots.items()}
         merged = self._merge_ranks(local) if is_distributed() and world_size() > 1 else _to_host(local)
@@ -248,7 +185,7 @@ class Metrics:
             new = [key for key in host if key not in set(self._agreed)]
             row = [float(bool(new))]
             for key in self._agreed:
-                row += host.get(key, _EMPTY[key[1]])
+                row += host.get(key, EMPTY[key[1]])
             mine = torch.tensor(row, dtype=torch.float64, device=communication_device())
             rows = [torch.empty_like(mine) for _ in range(world_size())]
             torch.distributed.all_gather(rows, mine)
@@ -259,10 +196,10 @@ class Metrics:
             self._agreed = sorted(set(self._agreed) | union)
         merged, start = {}, 1
         for key in self._agreed:
-            end = start + len(_EMPTY[key[1]])
+            end = start + len(EMPTY[key[1]])
             total = table[0][start:end]
             for r in table[1:]:
-                total = _KINDS[key[1]][1](total, r[start:end])
+                total = KINDS[key[1]][1](total, r[start:end])
             merged[key], start = total, end
         return merged
 
@@ -271,10 +208,12 @@ class Metrics:
             shown = [f"{name}/{part}" for part in ("mean", "std", "min", "max")] if kind == "moments" else [name]
             if not any(is_known(n) for n in shown):
                 raise KeyError(f"unknown metric {name!r}: add it to fastrl/trainer/metric_names.py with its unit")
+        if self.muted and kind not in SAME_TWICE:
+            return
         old = self._slots.get(name)
         if old is not None and old[0] != kind:
             raise ValueError(f"metric {name!r} was recorded as a {old[0]} before and as a {kind} now")
-        self._slots[name] = (kind, slots if old is None else _KINDS[kind][0](old[1], slots))
+        self._slots[name] = (kind, slots if old is None else KINDS[kind][0](old[1], slots))
 
     def _kept(self, values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Values [n] in float64 with 0 where they do not count, and the mask of those that do."""
@@ -299,6 +238,8 @@ class Metrics:
         return torch.cat([torch.where(ok, kept, lowest), lowest]).amax()
 
     def _count_nan(self, number: Number) -> None:
+        if self.muted:
+            return
         old = self._slots.get("perf/nan_values", ("sum", [0.0, 0.0]))
         self._slots["perf/nan_values"] = ("sum", [old[1][0] + _scalar(number), 1.0])
 
@@ -353,7 +294,7 @@ def _to_host(local: dict[tuple[str, str], Slots]) -> dict[tuple[str, str], list[
 
 def _show(name: str, kind: str, slots: list[float], values: dict[str, float]) -> None:
     if kind != "moments":
-        value = _KINDS[kind][2](slots)
+        value = KINDS[kind][2](slots)
         if value is not None:
             values[name] = value
         return
@@ -366,6 +307,9 @@ def _show(name: str, kind: str, slots: list[float], values: dict[str, float]) ->
     values.update({f"{name}/{part}": v for part, v in shown.items() if is_known(f"{name}/{part}")})
 
 
+TRAINING_PHASES = ("old_log_prob", "reference", "values", "update_critic", "update_actor")
+
+
 def _derive(values: dict[str, float]) -> None:
     """Rates follow from totals over ranks and the slowest rank's time."""
     for rate, total, seconds in (
@@ -375,3 +319,9 @@ def _derive(values: dict[str, float]) -> None:
     ):
         if total in values and values.get(seconds, 0.0) > 0:
             values.setdefault(rate, values[total] / values[seconds])
+    training = sum(values.get(f"time/{phase}_s", 0.0) for phase in TRAINING_PHASES)
+    if training > 0 and "perf/model_flops" in values:
+        values["perf/train_tokens_per_s"] = values.get("rollout/tokens", 0.0) / training
+        values["perf/flops_per_s"] = values["perf/model_flops"] / training
+        if values.get("perf/peak_flops", 0.0) > 0:
+            values["perf/mfu"] = values["perf/flops_per_s"] / values["perf/peak_flops"]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from fastrl.data.batch import RolloutBatch
-from fastrl.data.packing import MicroBatch, keep_tokens
-from fastrl.dist.collectives import all_gather_rows, all_reduce_sum, rank
+from fastrl.data.packing import MicroBatch, empty_micro_batch, keep_tokens
+from fastrl.dist.collectives import all_gather_rows, all_reduce_sum, data_group, rank, world_size
 from fastrl.kernels import aggregation_scale
 from fastrl.trainer.losses import OptimizerBatch
 
@@ -19,14 +21,14 @@ def sequence_sums(values: Tensor, batch: RolloutBatch) -> Tensor:
 
 
 def reduce_one(values: Tensor) -> Tensor:
-    """Sum of one tensor over all ranks."""
-    return all_reduce_sum([values])[0]
+    """Sum of one tensor over all ranks, each sequence once."""
+    return all_reduce_sum([values], data_group())[0]
 
 
-def gather_own(columns: list[Tensor]) -> tuple[list[Tensor], Tensor]:
-    """All ranks' rows of each [n] column, and a mask [N] of the rows that are this rank's own."""
+def gather_own(columns: list[Tensor], group: Any = None) -> tuple[list[Tensor], Tensor]:
+    """All ranks' (or the group's) rows of each [n] column, and a mask [N] of the rows that are this rank's own."""
     owner = torch.full_like(columns[0], rank(), dtype=torch.int64)
-    *gathered, owners = [all_gather_rows(column) for column in [*columns, owner]]
+    *gathered, owners = [all_gather_rows(column, group) for column in [*columns, owner]]
     return gathered, owners == rank()
 
 
@@ -47,7 +49,7 @@ def optimizer_batch(
     N_tok, N_seq and N_prompt are counted here, over all ranks' members of this optimizer batch.
     """
     lengths = sequence_sums(mask, batch)[sequences]
-    (all_lengths, all_groups), own = gather_own([lengths, batch.group_id[sequences]])
+    (all_lengths, all_groups), own = gather_own([lengths, batch.group_id[sequences]], data_group())
     scales = aggregation_scale(
         loss_agg_mode, all_lengths, group_id=all_groups, loss_scale_factor=loss_scale_factor, dtype=torch.float64
     )
@@ -66,6 +68,15 @@ def optimizer_batch(
         version=version,
         selection=selection,
     )
+
+
+def remaining(micro_batches: list[MicroBatch], mask: Tensor) -> list[MicroBatch]:
+    """Each micro-batch with the rows that `mask` [T] leaves; without any it goes, or stays as an empty one where other
+    ranks wait for the pass."""
+    kept = [keep_rows(micro, mask) for micro in micro_batches]
+    if world_size() == 1:
+        return [micro for micro in kept if micro is not None]
+    return [empty_micro_batch(mask.device) if micro is None else micro for micro in kept]
 
 
 def keep_rows(micro: MicroBatch, mask: Tensor) -> MicroBatch | None:

@@ -61,7 +61,7 @@ def select_tokens(
     gets its selection.
     """
     actor, batch, settings = trainer.parts.actor, members.batch, trainer.parts.actor.settings
-    rows = actor.log_prob(batch, micro_batches, want_entropy=True)
+    rows = actor.log_prob(batch, micro_batches, want_entropy=True, metrics=trainer.metrics)
     quantile = trainer.config.algorithm.entropy_quantile
     if quantile is not None:
         mask = top_entropy_mask(rows["entropy"], members.scale != 0, quantile, reduce=reduce_one)

@@ -17,13 +17,16 @@ from fastrl.algorithms.kl import AdaptiveKL, FixedKL
 from fastrl.algorithms.registry import Entry, check_options, get_advantage, get_correction, get_kl, get_policy_loss
 from fastrl.config.schema import Config
 from fastrl.data.prompts import PromptCursor, PromptSet, load_prompts
+from fastrl.dist.sequence import sequence_groups
 from fastrl.models.cpu import keep_heap
+from fastrl.models.flops import forward_flops
 from fastrl.models.load import load_critic, load_model, load_tokenizer, stop_token_ids
 from fastrl.rewards import RewardPool
 from fastrl.rollout.engine import Engine, SamplingParams
 from fastrl.rollout.native import NativeEngine
 from fastrl.trainer.actor import Actor, PolicyModel
 from fastrl.trainer.advantage import AdvantageStage
+from fastrl.trainer.balancing import Exchange, cost_model
 from fastrl.trainer.critic import Critic
 from fastrl.trainer.generation import Generator
 from fastrl.trainer.loop import Parts
@@ -33,6 +36,7 @@ from fastrl.trainer.optim import Optimizer, Schedule, total_updates
 from fastrl.trainer.plan import Plan, make_plan
 from fastrl.trainer.precision import compute_dtype, resolve_device
 from fastrl.trainer.selection import EntropyController
+from fastrl.trainer.sequence import share_rows
 from fastrl.trainer.validation import Validator
 
 
@@ -53,6 +57,8 @@ def build(
     plan, device, dtype = make_plan(config), resolve_device(config.run.device), compute_dtype(config.run.dtype)
     if device.type == "cpu":
         keep_heap()
+    metrics = metrics or Metrics()
+    metrics.watch(device)
     m = config.model
     tokenizer = load_tokenizer(
         m.tokenizer_path or m.path,
@@ -88,19 +94,26 @@ def build(
     )
     if progress is not None:
         generator.progress = partial(progress, "generate")
+    reference = make_reference(config, plan, dtype, device)
+    critic = make_critic(config, plan, dtype, device, total_steps)
+    ranks = sequence_groups(config.parallel.sequence)
+    for part in (actor, reference, critic):
+        if part is not None:
+            share_rows(part.model, ranks)
     return Parts(
         config=config,
         plan=plan,
         actor=actor,
-        reference=make_reference(config, plan, dtype, device),
-        critic=make_critic(config, plan, dtype, device, total_steps),
+        reference=reference,
+        critic=critic,
         engine=engine,
         generator=generator,
         cursor=cursor,
+        exchange=make_exchange(config, plan, model),
         advantages=advantage_stage(config),
         entropy=EntropyController(config.algorithm.entropy_coef, config.algorithm.entropy_target),
         validator=make_validator(config, generator, validation),
-        metrics=metrics or Metrics(),
+        metrics=metrics,
         device=device,
         total_steps=total_steps,
         num_overlong_prompts=train.num_dropped,
@@ -148,6 +161,7 @@ def load_policy(config: Config, dtype: torch.dtype, device: torch.device) -> Pre
         dtype=dtype,
         device=device,
         attention=m.attention,
+        liger=m.liger,
         revision=m.revision,
         trust_remote_code=m.trust_remote_code,
         gradient_checkpointing=m.gradient_checkpointing,
@@ -191,6 +205,7 @@ def make_critic(
         dtype=dtype,
         device=device,
         attention=m.attention,
+        liger=m.liger,
         revision=m.revision if c.path is None else None,
         trust_remote_code=m.trust_remote_code,
         gradient_checkpointing=m.gradient_checkpointing,
@@ -220,6 +235,17 @@ def make_engine(
         stop_token_ids=sorted(stop_ids),
         kv_budget_tokens=config.rollout.kv_budget_tokens,
         autocast_dtype=torch.bfloat16 if config.run.dtype == "bfloat16" else None,
+    )
+
+
+def make_exchange(config: Config, plan: Plan, model: nn.Module) -> Exchange:
+    """The stage that balances sequences over ranks, by the work of this model's update."""
+    return Exchange(
+        cost_model(forward_flops(model)),
+        num_updates=plan.updates_per_step,
+        share_prompts=config.run.share_prompts,
+        whole_groups=get_advantage(config.algorithm.advantage).whole_groups,
+        num_copies=config.parallel.sequence,
     )
 
 

@@ -92,6 +92,19 @@ def test_no_more_sequences_leave_than_the_tolerance_asks():
     assert loose.num_split_groups == 0
 
 
+def test_few_long_sequences_per_rank_are_swapped_into_place():
+    """8 sequences a rank, the longest as long as the mean load: moves alone stop at 28 % above the bound."""
+    generator = random.Random(0)
+    groups = [i // 16 for i in range(512)]
+    prompt_of = [generator.randint(32, 512) for _ in range(groups[-1] + 1)]
+    lengths = [max(1, int(generator.lognormvariate(6, 1))) for _ in groups]
+    cost = CostModel(row=1.0, head_row=0.0835, key=3e-5)
+    prompts = [prompt_of[g] for g in groups]
+    found = balance(prompts, lengths, groups, 64, cost=cost)
+    assert found.imbalance <= 0.06
+    assert found.loads == pytest.approx(recomputed_loads(prompts, lengths, groups, found.rank, 64, cost), rel=1e-9)
+
+
 def test_random_small_batches_hold_what_they_promise():
     generator = random.Random(3)
     for _ in range(60):

@@ -17,7 +17,15 @@ from fastrl.dist.checkpoint import load_checkpoint
 from fastrl.run import run_training
 
 TESTS = Path(__file__).resolve().parents[1]
-VOLATILE = ("time/", "memory/", "perf/tokens_per_s", "perf/generate", "perf/samples")
+VOLATILE = (
+    "time/",
+    "memory/",
+    "perf/tokens_per_s",
+    "perf/generate",
+    "perf/samples",
+    "perf/train_tokens",
+    "perf/flops_per_s",
+)
 
 
 @pytest.fixture(scope="module")
