@@ -17,7 +17,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[1]
 VERSIONS = "3.6.0,3.7.1,3.9.0"
 BESIDE = {"3.6.0": ["numpy<2.4"]}
-NEEDLES = ("kernel_target", "kernel_interpreter", "run_interpreted")
+NEEDLES = ("kernel_target", "kernel_interpreter", "interpreter_runs")
 
 
 def test_files() -> list[str]:

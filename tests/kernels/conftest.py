@@ -1,7 +1,11 @@
-"""Every buffer that a kernel writes starts out as NaN: a place that it forgets fails the test."""
+"""Every buffer that a kernel writes starts out as NaN: a place that it forgets fails the test.
+
+The runs in Triton's interpreter start with the session, beside the other tests, and are asked for at its end.
+"""
 
 import pytest
 import torch
+from interpreter_runs import background
 
 from fastrl.kernels.dispatch import interpreting
 
@@ -19,3 +23,22 @@ def poison_new_tensors():
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(before, warn_only=warn)
+
+
+def interpreted(item):
+    return getattr(item, "originalname", "") == "test_in_the_interpreter"
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    items.sort(key=interpreted)
+
+
+def pytest_collection_finish(session):
+    for item in session.items:
+        if interpreted(item) and not interpreting() and not session.config.option.collectonly:
+            background.start(item.callspec.params["files"])
+
+
+def pytest_sessionfinish():
+    background.stop()

@@ -32,7 +32,28 @@ def op_cases():
     sample_ids = torch.tensor([1, 1, 1, 2, 2, 3, 3, 3, 3, 4, 4])
     policy = (tokens(1, True), tokens(2), tokens(3), mask, tokens(4), None, cu, 0.2, 0.2, 3.0, INFINITY)
     value = (tokens(1, True), tokens(2), tokens(3), mask, None, scale, cu, 0.5, INFINITY)
+    labels = torch.tensor([0, 4, -100, 2, 1, 3, 0, 4, 4, 2, 1])
+    logits, hidden, weight, bias = torch.randn(T, 5), torch.randn(T, 3), torch.randn(5, 3), torch.randn(5)
+    warmth, saved = torch.rand(T) + 0.5, (tokens(4), tokens(5), tokens(6))
+    head = (hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_(), labels, warmth)
+    numbers = (1.0, 0.9, 3.0, -100)
     return {
+        "log_prob": (logits.clone().requires_grad_(), labels, warmth, 1.0, True, True, -100),
+        "log_prob/plain": (logits.bfloat16().requires_grad_(), labels, None, 0.7, False, False, -100),
+        "log_prob_backward": (tokens(1), tokens(2), logits, labels, warmth, 1.0, *saved, -100),
+        "linear_log_prob": (*head, *numbers, True, True, 4, torch.float32),
+        "linear_log_prob_backward": (
+            tokens(1),
+            None,
+            *(x.detach() for x in head),
+            *numbers,
+            *saved,
+            True,
+            True,
+            True,
+            4,
+            torch.float32,
+        ),
         "gae": (tokens(1), tokens(2), mask, boot, torch.rand(S), cu, 0.9, 0.0),
         "discounted_returns": (tokens(1), mask, cu, 0.9),
         "group_normalize": (tokens(1), sample_ids, mask, True, False, 1, 1e-6),
@@ -65,6 +86,12 @@ def test_opcheck(name):
     op = getattr(torch.ops.fastrl, name.split("/")[0]).default
     result = torch.library.opcheck(op, op_cases()[name])
     assert set(result.values()) == {"SUCCESS"}
+
+
+def test_every_op_is_checked():
+    load_all_ops()
+    defined = {name.removeprefix("fastrl::") for name in torch._C._dispatch_get_all_op_names() if "fastrl::" in name}
+    assert defined == {name.split("/")[0] for name in op_cases()}
 
 
 def public_calls():
@@ -135,6 +162,15 @@ def test_fake_tensors_pass_through(device):
         assert K.masked_stats(x, mask, cu_seqlens=cu).count.shape == (3,)
         assert K.mismatch_stats(x, y, mask).ess.shape == ()
         assert K.whiten(y).dtype == torch.float32
+        labels = torch.empty(T, dtype=torch.int64, device=device)
+        logits = torch.empty((T, 5), device=device, dtype=torch.bfloat16)
+        rows = K.log_prob(logits, labels, want_entropy=True)
+        assert rows.entropy.shape == (T,) and rows.log_prob.dtype == torch.float32
+        rows = K.linear_log_prob(torch.empty((T, 3), device=device), torch.empty((5, 3), device=device), labels)
+        assert rows.log_prob.shape == (T,) and rows.log_prob.device.type == device
+        assert K.discounted_returns(x, gamma=1.0, cu_seqlens=cu).shape == (T,)
+        assert K.clipped_value_loss(x, y, y, mask).loss.shape == () and K.kl_divergence(x, y).shape == (T,)
+        assert K.aggregate(x, mask, loss_agg_mode="seq-mean-token-mean", cu_seqlens=cu).shape == ()
         assert K.group_normalize(x, torch.empty(T, dtype=torch.int32, device=device)).device.type == device
 
 
@@ -152,20 +188,24 @@ def run_python(code, **environment):
 def test_the_import_pulls_in_torch_and_triton_only():
     code = """
 import sys, time, torch, triton
-before, start = set(sys.modules), time.perf_counter()
+before, start = set(sys.modules), time.thread_time()
 import fastrl.kernels as K
-K.gae, K.clipped_policy_loss
-seconds = time.perf_counter() - start
+seconds = time.thread_time() - start
+for name in K.__all__:
+    getattr(K, name)
 roots = {name.split('.')[0] for name in set(sys.modules) - before}
 print(sorted(roots - set(sys.stdlib_module_names) - {'fastrl', 'torch', 'triton'}), seconds)
 inside = {n for n in sys.modules if n.startswith('fastrl.')}
 print(sorted(n for n in inside if not n.startswith('fastrl.kernels')))
 """
-    first, second = run_python(code).splitlines()
-    roots, seconds = first.rsplit(" ", 1)
-    assert roots == "[]"
-    assert second == "[]"
-    assert float(seconds) < 5.0  # the bench reports the time; a test must not hang on a slow machine
+    seconds = []
+    while len(seconds) < 3 and min(seconds, default=1.0) > 0.05:  # a busy machine may need a second try
+        first, second = run_python(code).splitlines()
+        roots, taken = first.rsplit(" ", 1)
+        assert roots == "[]"
+        assert second == "[]"
+        seconds.append(float(taken))
+    assert min(seconds) < 0.05, f"importing fastrl.kernels took {seconds} s beyond torch and triton"
 
 
 def test_names_are_functions_whatever_is_imported_first():

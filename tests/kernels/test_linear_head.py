@@ -50,10 +50,14 @@ def inputs(*tensors):
     return [x for x in tensors if x is not None]
 
 
-@pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize(
-    "options", [{}, {"logit_scale": 0.7}, {"logit_softcap": 3.0}, {"logit_scale": 1.3, "logit_softcap": 4.0}]
-)
+OPTIONS = [{}, {"logit_scale": 0.7}, {"logit_softcap": 3.0}, {"logit_scale": 1.3, "logit_softcap": 4.0}]
+# in the interpreter float64 would take the reference, and one option is enough to see bfloat16 loads
+KINDS = [
+    (d, o) for d in TOLERANCE for o in OPTIONS if not TRITON or d == torch.float32 or (d != torch.float64 and not o)
+]
+
+
+@pytest.mark.parametrize(("dtype", "options"), KINDS)
 @pytest.mark.parametrize(
     ("bias", "per_row", "chunk"), [(True, True, 4), (False, False, None), *([] if TRITON else [(True, False, 1)])]
 )
@@ -86,6 +90,7 @@ def test_both_functions(dtype, options, bias, per_row, chunk):
         close(2 * second, expected, grad_tolerance)
 
 
+@pytest.mark.skipif(TRITON, reason="float64 always takes the reference")
 def test_gradcheck():
     hidden, weight, bias, labels = case(torch.float64, count=5, size=3, vocabulary=7)
     temperature = torch.tensor([0.5, 1.0, 2.0, 0.9, 1.1], dtype=torch.float64)
@@ -123,7 +128,7 @@ def test_nonlinear_loss_does_not_depend_on_chunks():
     fn = ppo_like(advantages, old, mask)
     value = fn(naive(hidden, weight, None, labels)[0], None, slice(0, ROWS))[0].sum()
     want = torch.autograd.grad(value, (hidden, weight))
-    for chunk in (1, 5, ROWS, 1000, None):
+    for chunk in (5, 1000) if TRITON else (1, 5, ROWS, 1000, None):
         loss, _, stats = linear_token_loss(hidden, weight, labels, fn, chunk_size=chunk)
         close(loss, value, 1e-5)
         assert stats["clipped"].shape == (ROWS,)
@@ -351,6 +356,7 @@ def test_bad_callback(fn, message):
         linear_token_loss(torch.zeros(5, 3), torch.zeros(9, 3), torch.zeros(5, dtype=torch.int64), fn)
 
 
+@pytest.mark.skipif(TRITON, reason="the op is registered once for both")
 def test_compile_and_opcheck():
     hidden, weight, bias, labels = case(torch.float32)
     compiled = torch.compile(

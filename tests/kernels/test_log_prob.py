@@ -59,7 +59,7 @@ def case(shape, dtype, seed=0, scale=4.0, ignore=True):
     return logits, labels, g, h
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [*([] if TRITON else [torch.float64]), torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(5, 131), (2, 7, 33), (1, 1), (3, 1, 2, 17), (2, 333) if TRITON else (9, 4097)])
 @pytest.mark.parametrize("per_row", [False, True])
 def test_values_and_gradients(dtype, shape, per_row):
@@ -91,6 +91,7 @@ def test_one_option_at_a_time_and_unpacking():
     assert not log_prob(logits.requires_grad_(), labels, want_sum_sq=True).sum_sq.requires_grad
 
 
+@pytest.mark.skipif(TRITON, reason="float64 always takes the reference")
 def test_gradcheck():
     logits, labels, _, _ = case((4, 9), torch.float64)
     logits.requires_grad_()
@@ -134,16 +135,16 @@ def test_upstream_gradient_that_is_expanded():
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("size", [1e4, 1e38])
-def test_extreme_logits(size):
+@pytest.mark.parametrize(("size", "temperature"), [(1e4, 1.0), (1e4, 0.1), (1e38, 1.0)])
+def test_extreme_logits(size, temperature):
     logits = torch.tensor([[size, 0.0, -size], [size, size, -size], [-size, -size, -size]], requires_grad=True)
     labels = torch.tensor([1, 0, 2])
-    result = log_prob(logits, labels, want_entropy=True)
-    assert result.log_prob.tolist() == pytest.approx([-size, -np.log(2), -np.log(3)], rel=1e-6)
+    result = log_prob(logits, labels, temperature=temperature, want_entropy=True)
+    assert result.log_prob.tolist() == pytest.approx([-size / temperature, -np.log(2), -np.log(3)], rel=1e-6)
     assert result.entropy.tolist() == pytest.approx([0, np.log(2), np.log(3)], abs=1e-6)
     (got,) = torch.autograd.grad((result.log_prob + result.entropy).sum(), logits)
     want = torch.tensor([[-1, 1, 0], [0.5, -0.5, 0], [-1 / 3, -1 / 3, 2 / 3]])
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(got, want / temperature, rtol=1e-5, atol=1e-5)
 
 
 def test_minus_infinity_is_a_probability_of_zero():
@@ -210,6 +211,7 @@ def test_second_derivative_is_refused():
         grad.sum().backward()
 
 
+@pytest.mark.skipif(TRITON, reason="the op is registered once for both")
 def test_compile_and_opcheck():
     logits, labels, _, _ = case((5, 40), torch.float32)
     compiled = torch.compile(
