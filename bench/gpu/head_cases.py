@@ -153,8 +153,6 @@ def writing_cases(logits: torch.Tensor, labels: torch.Tensor) -> Iterator[Case]:
         "eager": Restored(buffer, logits, through(lambda x: clipped(log_softmax_of(x, labels), old, advantages).sum())),
         "compile": Restored(buffer, logits, through(compiled)),
     }
-    grpo = find("liger_kernel.ops.grpo_loss:GrpoLossFunction")
-    notes = {"peer": "liger GRPO needs [B, L+1, V] logits; see its own case"} if grpo is not None else {}
     slope = token_slope(logits, labels, old, advantages)
     yield Case(
         f"forward+backward, callback {size}",
@@ -162,7 +160,50 @@ def writing_cases(logits: torch.Tensor, labels: torch.Tensor) -> Iterator[Case]:
         variants,
         lambda: expected_gradient(slope),
         GRADIENT,
-        notes,
+    )
+    yield padded_case(logits, labels, old, buffer, through, expected_gradient)
+
+
+def padded_case(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    old: torch.Tensor,
+    buffer: torch.Tensor,
+    through: Callable[[Callable[[torch.Tensor], torch.Tensor]], Callable[[torch.Tensor], torch.Tensor]],
+    expected_gradient: Callable[[torch.Tensor], torch.Tensor],
+) -> Case:
+    """The clipped loss on logits [8, L+1, V] and an advantage per sequence, as Liger has it."""
+    rows, vocabulary = logits.shape
+    advantages = torch.linspace(-1.0, 1.0, 8, device=logits.device)
+    per_token = advantages.repeat_interleave(rows // 8)
+    inside = torch.arange(rows, device=logits.device) % (rows // 8) != rows // 8 - 1  # no token behind the last row
+
+    def token_loss(lp: torch.Tensor, entropy: torch.Tensor | None, part: slice) -> torch.Tensor:
+        return torch.where(inside[part], clipped(lp, old[part], per_token[part]), 0.0)
+
+    def padded(x: torch.Tensor) -> torch.Tensor:
+        return x.view(8, -1)[:, :-1].contiguous()
+
+    def plain(x: torch.Tensor) -> torch.Tensor:
+        return torch.where(inside, clipped(log_softmax_of(x, labels), old, per_token), 0.0).sum()
+
+    variants: dict[str, Callable[[], Any]] = {
+        "fastrl": Restored(buffer, logits, through(lambda x: K.logits_token_loss(x, labels, token_loss)[0])),
+        "eager": Restored(buffer, logits, through(plain)),
+    }
+    liger = find("liger_kernel.transformers.grpo_loss:triton_grpo_loss")
+    if liger is not None:
+        data = (padded(old), None, padded(labels), advantages, None, 1.0, 0.0, 0.2, 0.2, True)
+        variants["liger GRPO, in place"] = Restored(
+            buffer, logits, through(lambda x: liger(x.view(8, -1, vocabulary), *data)[0].sum())
+        )
+    slope = token_slope(logits, labels, old, per_token) * inside
+    return Case(
+        f"forward+backward, [8, {rows // 8}, V] {rows}x{vocabulary} bf16",
+        logits_cost(rows, vocabulary, 2),
+        variants,
+        lambda: expected_gradient(slope),
+        GRADIENT,
     )
 
 
@@ -227,7 +268,8 @@ def head_cases(device: str, scale: float) -> Iterator[Case]:
 
 
 def cases(device: str, scale: float) -> Iterator[Case]:
-    """Every case, one at a time."""
+    """Every case, one at a time; the head's own first, should the time run out."""
+    yield from head_cases(device, scale)
     for vocabulary in VOCABULARIES:
         rows, columns = sized(LOGIT_ROWS, scale), sized(vocabulary, scale)
         logits = (3 * torch.randn(rows, columns, device=device)).to(torch.bfloat16)
@@ -235,4 +277,3 @@ def cases(device: str, scale: float) -> Iterator[Case]:
         yield from reading_cases(logits, labels)
         yield from writing_cases(logits, labels)
         del logits
-    yield from head_cases(device, scale)

@@ -29,7 +29,7 @@ import torch  # noqa: E402
 from cost_model import Cost  # noqa: E402
 
 # modules of this folder with a function cases(device, scale) that yields Case, one at a time
-SOURCES = ("batch_cases", "head_cases")
+SOURCES = ("head_cases", "batch_cases")
 CASE_SECONDS = 0.4  # of measuring, per variant
 L2_BYTES = 256 * 2**20
 
