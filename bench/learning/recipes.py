@@ -3,7 +3,8 @@
     python bench/learning/recipes.py [--steps 60] [--seed 0] [--out docs/runs/recipes.md] [NAME ...]
 
 Each recipe runs in a process of its own, one after another, one thread; the table has the held-out score (greedy)
-before and after, the reward of the first and last five steps, and the seconds it took.
+before and after, the reward of the first and last five steps, and the seconds it took. With names, the rows of other
+recipes stay as the page has them.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def table(rows: dict[str, dict[str, float]], steps: int, seed: int) -> str:
         "# Recipes on the embedded task",
         "",
         f"`python bench/learning/recipes.py --steps {steps} --seed {seed}`: one thread. The held-out score is greedy;",
-        "rewards are of sampled responses (means of the first and last five steps, with shaping where there is some).",
+        "rewards are of sampled responses (means of the first and last five steps, with shaping where there is some);",
+        "seconds are of the wall clock, whatever else the machine did.",
         "",
         "| recipe | held out before | after | reward first 5 | last 5 | seconds |",
         "|---|---|---|---|---|---|",
@@ -65,6 +67,14 @@ def table(rows: dict[str, dict[str, float]], steps: int, seed: int) -> str:
     return "\n".join(lines) + "\n"
 
 
+def read(page: Path) -> dict[str, dict[str, float]]:
+    """The rows that a page has."""
+    keys = ("before", "after", "first", "last", "seconds")
+    lines = page.read_text().splitlines() if page.exists() else []
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    return {name: dict(zip(keys, map(float, rest), strict=True)) for name, *rest in cells if name in NAMES}
+
+
 def main() -> None:
     """Run the chosen recipes and write the page after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -73,12 +83,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", default=str(REPOSITORY / "docs" / "runs" / "recipes.md"))
     args = parser.parse_args()
-    rows: dict[str, dict[str, float]] = {}
+    page = Path(args.out)
+    rows = read(page) if args.names else {}
     with tempfile.TemporaryDirectory() as folder:
         for name in args.names or NAMES:
             rows[name] = train(name, args.steps, args.seed, folder)
             print(name, {k: round(v, 3) for k, v in rows[name].items()}, flush=True)
-            Path(args.out).write_text(table(rows, args.steps, args.seed))
+            ordered = {key: rows[key] for key in NAMES if key in rows}
+            page.write_text(table(ordered, args.steps, args.seed))
 
 
 if __name__ == "__main__":
