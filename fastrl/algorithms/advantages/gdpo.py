@@ -30,7 +30,8 @@ def gdpo(
 
     Args:
         components: name -> [S] float, NaN where a component abstained; group_id: [S] int; valid: [S] bool.
-        weights: component -> weight; those not named take no part. None gives each a weight of 1.
+        weights: component -> weight; those not named take no part. None gives each a weight of 1 (a run takes
+            reward.weights for it).
 
     Returns:
         advantages [S].
