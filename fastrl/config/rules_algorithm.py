@@ -7,6 +7,7 @@ from typing import Any
 
 from fastrl.config.findings import Finding, Rule, Subject, error, no_effect, warning
 from fastrl.config.leaves import leaves
+from fastrl.config.suggest import closest, did_you_mean
 from fastrl.errors import ConfigError
 
 # Keys of their own that the function gets when it has an option of that name.
@@ -124,12 +125,13 @@ def kl_terms(subject: Subject) -> Iterator[Finding]:
             yield error(f"algorithm.{key}", text=entry.replace("algorithm.kl_loss_kind", f"algorithm.{key}"))
         if f"algorithm.{key}" in subject.set_keys and coef == 0:
             yield no_effect(f"algorithm.{key}", f"algorithm.{key.replace('kind', 'coef')} = 0")
-    for key, coef in (("kl_loss_kind", algorithm.kl_loss_coef), ("kl_reward_kind", algorithm.kl_reward_coef)):
-        if getattr(algorithm, key) == "full" and coef > 0:
-            text = f"algorithm.{key} = full needs both models' logits, which are never kept: use k1, abs, k2, k3 or k3+"
-            yield error(f"algorithm.{key}", text=text)
     if algorithm.kl_unbiased and algorithm.kl_loss_coef == 0:
         yield no_effect("algorithm.kl_unbiased", "algorithm.kl_loss_coef = 0")
+    elif algorithm.kl_unbiased and algorithm.kl_loss_kind == "full":
+        text = (
+            "algorithm.kl_unbiased corrects an estimate from the sampled token, algorithm.kl_loss_kind = full is exact"
+        )
+        yield error("algorithm.kl_unbiased", "algorithm.kl_loss_kind", text=f"{text}: set one of them otherwise")
     if algorithm.kl_controller == "adaptive" and algorithm.kl_reward_coef == 0:
         text = "algorithm.kl_controller = adaptive starts from algorithm.kl_reward_coef, which is 0: set it above 0"
         yield error("algorithm.kl_controller", "algorithm.kl_reward_coef", text=text)
@@ -180,4 +182,26 @@ def filters(subject: Subject) -> Iterator[Finding]:
         yield no_effect("algorithm.pf_ppo_power", f"algorithm.pf_ppo_mode = {algorithm.pf_ppo_mode}")
 
 
-RULES: tuple[Rule, ...] = (names_and_options, groups, aggregation, kl_terms, critic, filters)
+def reward_components(subject: Subject) -> Iterator[Finding]:
+    """Components that an estimator or dynamic sampling names are among the reward functions."""
+    from fastrl.rewards.pool import component_names
+
+    algorithm = subject.config.algorithm
+    known = component_names(subject.config.reward.functions)
+    wanted: list[tuple[str, str, str]] = []
+    weights = algorithm.advantage_options.get("weights")
+    entry = _entry("advantage", algorithm.advantage)
+    if not isinstance(entry, str) and "components" in entry.data and isinstance(weights, dict):
+        key = "algorithm.advantage_options.weights"
+        wanted += [(key, f"{key}.{name}", str(name)) for name in weights]
+    if algorithm.dynamic_sampling and algorithm.dynamic_sampling_metric != "score":
+        key, name = "algorithm.dynamic_sampling_metric", algorithm.dynamic_sampling_metric
+        wanted.append((key, f"{key} = {name}", name))
+    for key, shown, name in wanted:
+        if name not in known:
+            near = did_you_mean(closest(name, known))
+            text = f"{shown}: reward.functions gives no component of that name{near} (components: {', '.join(known)})"
+            yield error(key, "algorithm.advantage_options", "reward.functions", text=text)
+
+
+RULES: tuple[Rule, ...] = (names_and_options, groups, aggregation, kl_terms, critic, filters, reward_components)

@@ -46,12 +46,15 @@ class RolloutBatch:
     valid: Tensor | None = None  # [S] bool, False = unscorable: leaves baselines and loss
     components: dict[str, Tensor] | None = None  # name -> [S] float, NaN = abstained
     loss_mask: Tensor | None = None  # [T] bool, subset of response_mask after rejections and filters
-    token_level_scores: Tensor | None = None  # [T] float, the score placed on the last sampled token
+    token_level_scores: Tensor | None = (
+        None  # [T] float, rewards of single tokens; with the score on the last sampled one
+    )
     token_level_rewards: Tensor | None = None  # [T] float, scores minus KL in reward
     old_log_prob: Tensor | None = None  # [T] float, trainer before the first update on this batch
     old_entropy: Tensor | None = None  # [T] float
     sum_sq: Tensor | None = None  # [T] float, sum of squared probabilities under the old policy
     ref_log_prob: Tensor | None = None  # [T] float, reference model
+    ref_kl: Tensor | None = None  # [T] float, KL of the old policy to the reference over the vocabulary
     values: Tensor | None = None  # [T] float, critic before its update (old_values of the value loss)
     bootstrap_values: Tensor | None = None  # [S] float, value of the state after the last token
     greedy_scores: Tensor | None = None  # [S] float, score of the greedy sample of the same prompt

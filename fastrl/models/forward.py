@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -35,8 +35,8 @@ def sequence_group(model: nn.Module) -> SequenceGroup | None:
     return getattr(model, "fastrl_sequence", None)
 
 
-def trunk_rows(model: nn.Module, micro: Packed) -> Tensor:
-    """All last hidden rows [U, H] of a micro-batch; under sequence parallelism the rows of this rank.
+def trunk_output(model: nn.Module, micro: Packed, **more: Any) -> tuple[Any, int]:
+    """The trunk's output for a micro-batch, and how many of its rows count; `more` goes to its forward.
 
     Models cannot run without a row. Where there is none (a rank that has fewer micro-batches than others takes part in
     their passes) one row stands in: it reads nothing, is read by nothing, and is cut off again.
@@ -57,7 +57,14 @@ def trunk_rows(model: nn.Module, micro: Packed) -> Tensor:
             position_ids=position_ids[None],
             use_cache=False,
             fastrl_layout=layout,
+            **more,
         )
+    return output, num_rows
+
+
+def trunk_rows(model: nn.Module, micro: Packed) -> Tensor:
+    """All last hidden rows [U, H] of a micro-batch; under sequence parallelism the rows of this rank."""
+    output, num_rows = trunk_output(model, micro)
     return output.last_hidden_state[0, :num_rows]
 
 

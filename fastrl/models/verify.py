@@ -47,8 +47,8 @@ def refuse_by_name(config: PreTrainedConfig, path: str) -> None:
         )
     if getattr(text, "output_router_logits", False):
         raise ModelError(
-            f"{kind} asks for its router's auxiliary loss (output_router_logits = true), which no RL loss here adds; "
-            "set it to false in config.json"
+            f"{kind} asks for its router's auxiliary loss (output_router_logits = true) in every forward; set it to "
+            "false in config.json and its weight in algorithm.router_aux_coef"
         )
 
 

@@ -54,6 +54,7 @@ class RewardResult:
     scores: Tensor  # [S] float32 after weights, overlong shaping and clipping; 0 where not valid
     valid: Tensor  # [S] bool, False = unscorable
     components: dict[str, Tensor]  # function name -> [S] float32 before weights, NaN = abstained or failed
+    length_penalties: Tensor  # [S] float32, 0 or less: the overlong shaping in the scores
     num_failed: int  # samples for which a function raised, hung, or returned something that is no score
     num_abstained: int  # samples that every function abstained from
     num_clipped: int  # scores that met clip_min or clip_max

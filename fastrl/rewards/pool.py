@@ -75,7 +75,7 @@ class RewardPool:
         clip_max: float | None = None,
     ) -> None:
         self.paths = [_check_name(name).removeprefix("python:") for name in functions]
-        self.names = _unique_names(functions)
+        self.names = component_names(functions)
         self.weights = [1.0] * len(self.names) if weights is None else [float(w) for w in weights]
         if len(self.weights) != len(self.names):
             raise ConfigError(f"reward.weights has {len(self.weights)} entries, reward.functions {len(self.names)}")
@@ -95,6 +95,7 @@ class RewardPool:
             buffer_tokens=overlong_buffer_tokens,
             factor=overlong_penalty,
         )
+        self.shapes_length = overlong_buffer_tokens > 0
         self.bounds = (clip_min, clip_max)
         self._pending: list[_Pending] = []
         self._changed = threading.Condition()
@@ -224,10 +225,8 @@ class RewardPool:
         totals = [combine_outcomes(pending.outcomes, self.weights) for pending in taken]
         num_failed = sum(any(isinstance(o, Failure) for o in pending.outcomes) for pending in taken)
         self._check_failures(len(taken), num_failed, sum(total is None for total in totals), failures)
-        shaped = [
-            None if total is None else total + self._length_penalty(len(pending.sample.response_ids))
-            for total, pending in zip(totals, taken)
-        ]
+        penalties = [self._length_penalty(len(pending.sample.response_ids)) for pending in taken]
+        shaped = [None if total is None else total + penalty for total, penalty in zip(totals, penalties)]
         scores = [0.0 if score is None else clip_score(score, *self.bounds) for score in shaped]
         components = {
             name: torch.tensor([_component(pending.outcomes[k]) for pending in taken], dtype=torch.float32)
@@ -238,6 +237,7 @@ class RewardPool:
             scores=torch.tensor(scores, dtype=torch.float32),
             valid=torch.tensor([score is not None for score in shaped], dtype=torch.bool),
             components=components,
+            length_penalties=torch.tensor(penalties, dtype=torch.float32),
             num_failed=num_failed,
             num_abstained=sum(all(outcome is None for outcome in pending.outcomes) for pending in taken),
             num_clipped=sum(score is not None and score != kept for score, kept in zip(shaped, scores)),
@@ -292,7 +292,8 @@ def _check_name(name: str) -> str:
     raise ConfigError(f"reward.functions: unknown reward {name!r}{hint} (known: {known})")
 
 
-def _unique_names(functions: Sequence[str]) -> list[str]:
+def component_names(functions: Sequence[str]) -> list[str]:
+    """What `reward.functions` are called as components: a Python function by its own name, repeats numbered."""
     names: list[str] = []
     for function in functions:
         base = function.rsplit(":", 1)[-1]

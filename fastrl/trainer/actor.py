@@ -7,9 +7,10 @@ against the engine's own log-probs is read off the same pass.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,11 +23,15 @@ from fastrl.kernels import LogProbs, linear_log_prob, linear_token_loss
 from fastrl.models.flops import ForwardFlops, forward_flops
 from fastrl.models.forward import hidden_rows
 from fastrl.models.head import head_of
+from fastrl.models.router import routed_rows
 from fastrl.trainer.losses import LossSettings, OptimizerBatch, token_terms
 from fastrl.trainer.metrics import Metrics, policy_stat
 from fastrl.trainer.optim import Optimizer, record_update
 from fastrl.trainer.precision import autocast
 from fastrl.trainer.sequence import counts_loss, merge, own_rows, whole_rows
+
+if TYPE_CHECKING:
+    from fastrl.trainer.router_loss import RouterLoss
 
 
 class PolicyModel:
@@ -97,6 +102,9 @@ class Actor(PolicyModel):
     ) -> None:
         super().__init__(model, temperature=temperature, dtype=dtype)
         self.optimizer, self.settings, self.gradient_in_forward = optimizer, settings, gradient_in_forward
+        # KL [N] over the vocabulary of a micro-batch's rows, given its hidden rows; None without such a term
+        self.full_kl: Callable[[MicroBatch, Tensor], Tensor] | None = None
+        self.router: RouterLoss | None = None  # the load-balancing term of a mixture-of-experts model
 
     def update(
         self, members: OptimizerBatch, micro_batches: Sequence[MicroBatch], seen: Tensor, metrics: Metrics
@@ -119,8 +127,12 @@ class Actor(PolicyModel):
     def backward(self, members: OptimizerBatch, micro: MicroBatch, seen: Tensor, metrics: Metrics) -> Tensor:
         """Forward and backward of one micro-batch; returns its share of the loss (0-d, detached)."""
         own = own_rows(self.model, micro)
+        probabilities = None
         with autocast(self.dtype, micro.input_ids.device):
-            hidden = hidden_rows(self.model, own)
+            if self.router is None:
+                hidden = hidden_rows(self.model, own)
+            else:
+                hidden, probabilities = routed_rows(self.model, own)
         counted: AbstractContextManager[None] = contextlib.nullcontext()
         if self.gradient_in_forward:
             rows_of, counted = own, metrics.counted()
@@ -128,7 +140,8 @@ class Actor(PolicyModel):
         else:
             rows_of = micro
             loss, log_prob, entropy, stats = self.loss_recomputed(members, micro, own, hidden)
-        loss.backward()
+        more = self.row_terms(members, own, hidden, probabilities, metrics)
+        (loss if more is None else loss + more).backward()
         seen[rows_of.token_index] = log_prob.to(seen.dtype)
         with counted:
             metrics.add_mean("policy/entropy", entropy)
@@ -141,7 +154,24 @@ class Actor(PolicyModel):
         metrics.add_sum("perf/head_rows", micro.num_tokens)
         metrics.add_sum("perf/padding", micro.num_rows - sum(end - start for start, end, _ in micro.segments))
         metrics.add_sum("perf/microbatches" if micro.num_rows else "perf/empty_microbatches", 1)
-        return loss.detach() if rows_of is own or counts_loss(self.model) else torch.zeros_like(loss.detach())
+        share = loss.detach() if rows_of is own or counts_loss(self.model) else torch.zeros_like(loss.detach())
+        return share if more is None else share + more.detach()
+
+    def row_terms(
+        self, members: OptimizerBatch, own: MicroBatch, hidden: Tensor, probabilities: Tensor | None, metrics: Metrics
+    ) -> Tensor | None:
+        """Terms of the loss that need more of a row than its log-prob: KL over the vocabulary, router balance."""
+        terms = []
+        with metrics.counted():
+            if self.full_kl is not None:
+                kl = self.full_kl(own, hidden)
+                terms.append(self.settings.kl_coef * (kl * members.scale[own.token_index]).sum())
+                metrics.add_mean("kl/reference", kl.detach())
+                metrics.add_max("kl/reference/max", kl.detach())
+            if self.router is not None and probabilities is not None:
+                terms.append(self.router.term(probabilities))
+                metrics.add_sum("policy/router_loss", terms[-1].detach() / self.router.coef)
+        return sum(terms[1:], terms[0]) if terms else None
 
     def loss_in_forward(
         self, members: OptimizerBatch, micro: MicroBatch, hidden: Tensor

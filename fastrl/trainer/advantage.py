@@ -14,7 +14,7 @@ from torch import Tensor
 from fastrl.algorithms.advantages.reinforce import RunningBaseline
 from fastrl.algorithms.kl import FixedKL
 from fastrl.algorithms.registry import Entry
-from fastrl.algorithms.token_rewards import kl_in_reward, place_scores
+from fastrl.algorithms.token_rewards import kl_in_reward, move_to_sampled, place_scores
 from fastrl.data.batch import FinishReason, RolloutBatch
 from fastrl.dist.collectives import all_reduce_sum, data_group
 from fastrl.kernels import whiten
@@ -46,13 +46,15 @@ class AdvantageStage:
 
     def __call__(self, batch: RolloutBatch, metrics: Metrics) -> RolloutBatch:
         """The batch with token_level_scores, token_level_rewards, loss_mask, rollout_weight, advantages and returns."""
+        scorable = batch.need("valid")
         batch = self.rewards(batch, metrics)
         batch = self.masks(batch, metrics)
         if not self.corrects_last:
             batch = self.correct(batch, metrics)
         advantages, returns = self.estimate(batch)
         if self.whiten:
-            advantages = whiten_over_ranks(advantages, batch.response_mask)
+            counted = batch.response_mask & batch.need("valid")[batch.sequence_index]
+            advantages = whiten_over_ranks(advantages, counted)
         advantages = torch.where(batch.response_mask, advantages, torch.zeros_like(advantages))
         batch = batch.with_(advantages=advantages, returns=returns)
         if self.corrects_last:
@@ -60,19 +62,26 @@ class AdvantageStage:
         loss_mask = batch.need("loss_mask")
         metrics.add_moments("policy/advantage", advantages, loss_mask)
         metrics.add_sum("policy/loss_tokens", loss_mask.sum())
-        metrics.add_sum("policy/masked_tokens", (batch.response_mask & ~loss_mask).sum())
+        masked = (batch.response_mask & ~loss_mask).sum()
+        metrics.add_sum("policy/masked_tokens", masked)
+        metrics.add("policy/masked_fraction", masked, batch.response_mask.sum())
         metrics.add_sum("policy/masked_sequences", (sequence_sums(loss_mask, batch) == 0).sum())
-        return batch
+        return batch.with_(valid=scorable)
 
     def rewards(self, batch: RolloutBatch, metrics: Metrics) -> RolloutBatch:
         """token_level_scores, and token_level_rewards with the KL to the reference taken off."""
         valid = batch.need("valid")
         scores = torch.where(valid, batch.need("scores"), torch.zeros_like(batch.need("scores")))
         placed = place_scores(scores, batch.response_mask, batch.cu_seqlens)
+        if batch.token_level_scores is not None:  # what an environment gave to single tokens
+            given, moved, lost = move_to_sampled(batch.token_level_scores, batch.response_mask, batch.cu_seqlens)
+            placed = placed + given
+            metrics.add_sum("reward/moved_to_sampled", moved)
+            metrics.add_sum("reward/moved_nowhere", lost)
         rewards = placed
         beta = self.kl_controller.value
         if beta > 0 and self.kl is not None:
-            kl = self.kl.call({"log_prob": batch.need("old_log_prob"), "ref_log_prob": batch.need("ref_log_prob")})
+            kl = self.kl_of(batch, self.kl)
             rewards = kl_in_reward(placed, kl, batch.response_mask, beta=beta)
             per_sequence = sequence_sums(torch.where(batch.response_mask, kl, torch.zeros_like(kl)), batch)
             lengths = sequence_sums(batch.response_mask, batch).clamp(min=1)
@@ -86,12 +95,20 @@ class AdvantageStage:
             self.kl_controller.update(mean_kl, count)
         return batch.with_(scores=scores, token_level_scores=placed, token_level_rewards=rewards)
 
+    def kl_of(self, batch: RolloutBatch, estimator: Entry) -> Tensor:
+        """KL per token [T] of the old policy to the reference."""
+        if "logits" in estimator.needs:
+            return batch.need("ref_kl")
+        return estimator.call({"log_prob": batch.need("old_log_prob"), "ref_log_prob": batch.need("ref_log_prob")})
+
     def masks(self, batch: RolloutBatch, metrics: Metrics) -> RolloutBatch:
-        """loss_mask without unscorable samples and, if asked for, overlong responses."""
+        """loss_mask without unscorable and, if asked for, overlong responses; `valid` becomes who is in a baseline."""
         kept = batch.need("valid")
         baseline = kept
         if self.overlong_masking:
-            kept = kept & (batch.finish_reason != int(FinishReason.length))
+            cut = batch.finish_reason == int(FinishReason.length)
+            metrics.add_sum("policy/overlong_masked", (kept & cut).sum())
+            kept = kept & ~cut
             baseline = kept if self.overlong_leaves_baseline else baseline
         return batch.with_(loss_mask=batch.response_mask & kept[batch.sequence_index], valid=baseline)
 
@@ -103,7 +120,9 @@ class AdvantageStage:
         result = self.correction.call(data | {"reduce": reduce_one}, self.correction_options)
         record(result.stats, metrics)
         keep = result.keep
-        metrics.add_sum("mismatch/rejected_tokens", (batch.response_mask & ~keep).sum())
+        lost = (batch.response_mask & ~keep).sum()
+        metrics.add_sum("mismatch/rejected_tokens", lost)
+        metrics.add("mismatch/rejected_fraction", lost, batch.response_mask.sum())
         rejected = (sequence_sums(batch.response_mask, batch) > 0) & (sequence_sums(keep, batch) == 0)
         metrics.add_sum("mismatch/rejected_sequences", rejected.sum())
         return batch.with_(
@@ -186,6 +205,8 @@ def record(stats: dict[str, tuple[Tensor, Tensor]], metrics: Metrics) -> None:
     """Counted statistics (sum, count) of a correction, under `mismatch/`."""
     for name, (total, count) in stats.items():
         metrics.add(CORRECTION_STATS.get(name, f"mismatch/{name}"), total, count)
+        if name in ("truncated_tokens", "masked_tokens"):
+            metrics.add_sum("mismatch/clipped_tokens", total)
 
 
 CORRECTION_STATS = {

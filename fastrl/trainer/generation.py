@@ -57,6 +57,7 @@ class Generator:
     progress: Callable[[int, int], None] = field(default=lambda done, total: None)
     abstained: int = 0  # samples that every reward function abstained from, since `record_rewards`
     clipped: int = 0  # scores moved to a bound, likewise
+    length_penalties: list[float] = field(default_factory=list)  # of samples, likewise
 
     def run(self, prompts: Sequence[Prompt], *, step: int, first_group: int = 0) -> list[ScoredSample]:
         """Generate and score; this rank works on every world_size-th prompt. Sorted by sample id.
@@ -92,6 +93,8 @@ class Generator:
         components = {name: column.tolist() for name, column in result.components.items()}
         self.abstained += result.num_abstained
         self.clipped += result.num_clipped
+        penalties = result.length_penalties.tolist()
+        self.length_penalties += [penalties[rows[sample_id]] for sample_id, *_ in drawn if sample_id >= 0]
         greedy = {group: rows[sample_id] for sample_id, group, _, _ in drawn if sample_id < 0}
         baseline = {group: scores[row] for group, row in greedy.items() if valid[row]}
         scored = []
@@ -111,7 +114,12 @@ class Generator:
         """Count what the reward functions declined and what the bounds moved."""
         metrics.add_sum("reward/abstained", self.abstained)
         metrics.add_sum("reward/clipped", self.clipped)
+        if self.rewards.shapes_length:
+            penalties = torch.tensor(self.length_penalties, dtype=torch.float64)
+            metrics.add_mean("reward/overlong_penalty", penalties)
+            metrics.add_mean("reward/overlong_fraction", (penalties < 0).double())
         self.abstained = self.clipped = 0
+        self.length_penalties = []
 
     def decode(self, sample: Sample) -> str:
         """Text of the sampled tokens, without the id that ended it."""
@@ -164,6 +172,7 @@ def fill_batch(
         rounds += 1
     metrics.set("data/refills", rounds)
     metrics.set("data/dropped_groups", dropped)
+    metrics.set("data/dropped_fraction", dropped / max(next_group, 1))
     metrics.set("data/exhausted", float(found < wanted))
     if found < wanted and refill.on_exhausted == "stop":
         raise TrainingError(

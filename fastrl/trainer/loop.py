@@ -26,6 +26,7 @@ from fastrl.trainer.actor import Actor, PolicyModel
 from fastrl.trainer.advantage import AdvantageStage
 from fastrl.trainer.balancing import Exchange
 from fastrl.trainer.critic import Critic
+from fastrl.trainer.full_kl import FullKL
 from fastrl.trainer.generation import Generator, RefillSettings, ScoredSample, build_batch, fill_batch, resampled
 from fastrl.trainer.losses import OptimizerBatch
 from fastrl.trainer.metrics import Metrics
@@ -135,8 +136,7 @@ class Trainer:
                 batch = self.old_log_prob(batch, packed)
         if parts.reference is not None:
             with timer("reference"):
-                rows = parts.reference.log_prob(batch, flatten(packed), metrics=self.metrics)
-                batch = batch.with_(ref_log_prob=rows["log_prob"])
+                batch = self.reference(batch, packed, parts.reference)
         if parts.critic is not None:
             with timer("values"):
                 batch = batch.with_(**parts.critic.values(batch, self.value_passes(batch, packed), self.metrics))
@@ -176,7 +176,11 @@ class Trainer:
         if (peak := peak_flops(self.parts.device)) is not None:
             self.metrics.add_sum("perf/peak_flops", peak)
         if a.pf_ppo_mode != "none":
-            batch = resampled(batch, a.pf_ppo_mode, a.pf_ppo_power, seed=self.config.run.seed, step=number)
+            drawn, batch = (
+                batch,
+                resampled(batch, a.pf_ppo_mode, a.pf_ppo_power, seed=self.config.run.seed, step=number),
+            )
+            self.metrics.add("data/resampled_distinct", batch.sample_id.unique().numel(), drawn.num_sequences)
         return batch
 
     def take(self, number: int) -> list[Prompt]:
@@ -226,6 +230,16 @@ class Trainer:
         rows = self.parts.actor.log_prob(batch, flatten(packed), metrics=self.metrics, **want)
         return batch.with_(old_log_prob=rows["log_prob"], old_entropy=rows.get("entropy"), sum_sq=rows.get("sum_sq"))
 
+    def reference(self, batch: RolloutBatch, packed: Packed, model: PolicyModel) -> RolloutBatch:
+        """What the KL terms compare with: the reference's log-probs, or the KL over the vocabulary for the reward."""
+        if self.plan.ref_log_prob:
+            rows = model.log_prob(batch, flatten(packed), metrics=self.metrics)
+            batch = batch.with_(ref_log_prob=rows["log_prob"])
+        if self.plan.ref_kl:
+            kl = FullKL(self.parts.actor, model).of_batch(flatten(packed), batch.need("rollout_log_prob"))
+            batch = batch.with_(ref_kl=kl)
+        return batch
+
     def members(self, batch: RolloutBatch, sequences: Tensor, mask: Tensor, update: int = 0) -> OptimizerBatch:
         """An optimizer batch, the `update`-th made from this rollout, with its scale from counts over all ranks."""
         a = self.config.algorithm
@@ -266,6 +280,8 @@ class Trainer:
                         self.metrics.add_sum("data/empty_updates", 1 / world_size())
                     continue
                 kept = remaining(micro_batches, chosen)
+                if actor.router is not None:
+                    actor.router.count(kept)
                 actor.update(members, kept, first if epoch == 0 else torch.empty_like(first), self.metrics)
         first = merge_seen(actor.model, first)
         mismatch_metrics(batch, first if batch.old_log_prob is None else batch.old_log_prob, self.metrics)

@@ -88,7 +88,7 @@ def token_terms(
     result = settings.policy_loss.call(data, settings.options)
     loss = result.loss if weight is None or "rollout_weight" in settings.policy_loss.data else result.loss * weight
     stats |= result.stats | movement(log_prob.detach(), old)
-    if settings.kl is not None:
+    if settings.kl is not None and "logits" not in settings.kl.needs:  # `full` is added where the logits are
         kl = settings.kl.call({"log_prob": log_prob, "ref_log_prob": batch.need("ref_log_prob")[index]})
         kl = unbiased_kl(kl, log_prob, old) if settings.kl_unbiased else kl
         loss = loss + settings.kl_coef * kl

@@ -64,6 +64,7 @@ def mismatch_metrics(batch: RolloutBatch, log_prob: Tensor, metrics: Metrics) ->
     probability, sampled = torch.where(mask, log_prob, zero).exp(), torch.where(mask, rollout, zero).exp()
     metrics.add_mean("mismatch/k1/mean", log_w, mask)
     metrics.add_mean("mismatch/k3/mean", torch.expm1(log_w) - log_w, mask)
+    metrics.add_max("mismatch/k3/max", torch.expm1(log_w) - log_w, mask)
     metrics.add_mean("mismatch/abs/mean", log_w.abs(), mask)
     metrics.add_max("mismatch/max", log_w.abs(), mask)
     metrics.add_mean("mismatch/chi2", weight * weight - 1, mask)

@@ -19,7 +19,9 @@ class Plan:
     old_log_prob: bool  # a forward of the policy before the first update on a batch
     old_entropy: bool  # ... that also gives entropies
     sum_sq: bool  # ... and sums of squared probabilities
-    reference: bool  # a forward of the frozen reference
+    reference: bool  # the frozen reference is loaded
+    ref_log_prob: bool  # ... and gives log-probs, in a forward before the first update
+    ref_kl: bool  # ... and the KL over the vocabulary, for the reward
     critic: bool  # values before, value update after
     bootstrap: bool  # one extra head row per truncated response
     greedy: bool  # one extra greedy sample per prompt
@@ -52,6 +54,8 @@ def make_plan(config: Config) -> Plan:
         old_entropy="old_entropy" in needs or a.entropy_quantile is not None,
         sum_sq="sum_sq" in needs,
         reference=needs_reference(config),
+        ref_log_prob=any(coef > 0 and kind != "full" for coef, kind in kl_terms(config)),
+        ref_kl=a.kl_reward_coef > 0 and a.kl_reward_kind == "full",
         critic=needs_critic(config),
         bootstrap=bootstrap,
         greedy="greedy_scores" in needs,
@@ -66,6 +70,12 @@ def make_plan(config: Config) -> Plan:
     )
 
 
+def kl_terms(config: Config) -> list[tuple[float, str]]:
+    """Weight and kind of the KL in the loss and in the reward."""
+    a = config.algorithm
+    return [(a.kl_loss_coef, a.kl_loss_kind), (a.kl_reward_coef, a.kl_reward_kind)]
+
+
 def old_log_prob_reasons(config: Config, advantage: Entry, loss: Entry, correction: Entry) -> list[str]:
     """Every reason to run the policy once before the first update; empty means the pass is skipped."""
     a = config.algorithm
@@ -73,7 +83,7 @@ def old_log_prob_reasons(config: Config, advantage: Entry, loss: Entry, correcti
     reasons = []
     if updates > 1:
         reasons.append(f"{updates} updates per rollout batch")
-    if a.kl_reward_coef > 0:
+    if a.kl_reward_coef > 0 and a.kl_reward_kind != "full":
         reasons.append("KL in the reward")
     chosen = (
         ("advantage", advantage, a.advantage_options),
@@ -98,11 +108,14 @@ def describe(config: Config) -> list[str]:
     prompts = "computed once per group" if config.run.share_prompts else "repeated for each response"
     updates = f"{plan.updates_per_step} x {plan.epochs_per_batch} updates"
     old = f"runs: {plan.reasons['old_log_prob']}" if plan.old_log_prob else "skipped: one update, ratio is exactly 1"
+    reference = "runs: KL to the reference has a weight" if plan.reference else "not loaded: no KL term"
+    if a.kl_loss_coef > 0 and a.kl_loss_kind == "full":
+        reference += ", over the vocabulary inside the update"
     stages = {
         "generate": f"{r.num_prompts_per_step} prompts x {r.num_samples_per_prompt} samples = {total} responses "
         f"of up to {r.max_response_tokens} tokens{extra}",
         "old log-prob": old,
-        "reference": "runs: KL to the reference has a weight" if plan.reference else "not loaded: no KL term",
+        "reference": reference,
         "values": f"critic runs: {a.advantage} needs values" if plan.critic else f"no critic: {a.advantage} needs none",
         "reward": " + ".join(config.reward.functions),
         "advantage": a.advantage,

@@ -22,12 +22,14 @@ from fastrl.models.cpu import keep_heap
 from fastrl.models.flops import forward_flops
 from fastrl.models.load import load_critic, load_model, load_tokenizer, stop_token_ids
 from fastrl.rewards import RewardPool
+from fastrl.rewards.pool import component_names
 from fastrl.rollout.engine import Engine, SamplingParams
 from fastrl.rollout.native import NativeEngine
 from fastrl.trainer.actor import Actor, PolicyModel
 from fastrl.trainer.advantage import AdvantageStage
 from fastrl.trainer.balancing import Exchange, cost_model
 from fastrl.trainer.critic import Critic
+from fastrl.trainer.full_kl import FullKL
 from fastrl.trainer.generation import Generator
 from fastrl.trainer.loop import Parts
 from fastrl.trainer.losses import LossSettings
@@ -35,6 +37,7 @@ from fastrl.trainer.metrics import Metrics
 from fastrl.trainer.optim import Optimizer, Schedule, total_updates
 from fastrl.trainer.plan import Plan, make_plan
 from fastrl.trainer.precision import compute_dtype, resolve_device
+from fastrl.trainer.router_loss import RouterLoss
 from fastrl.trainer.selection import EntropyController
 from fastrl.trainer.sequence import share_rows
 from fastrl.trainer.validation import Validator
@@ -95,6 +98,10 @@ def build(
     if progress is not None:
         generator.progress = partial(progress, "generate")
     reference = make_reference(config, plan, dtype, device)
+    if reference is not None and config.algorithm.kl_loss_coef > 0 and config.algorithm.kl_loss_kind == "full":
+        actor.full_kl = FullKL(actor, reference).rows
+    if config.algorithm.router_aux_coef > 0:
+        actor.router = RouterLoss(actor, config.algorithm.router_aux_coef)
     critic = make_critic(config, plan, dtype, device, total_steps)
     ranks = sequence_groups(config.parallel.sequence)
     for part in (actor, reference, critic):
@@ -318,6 +325,8 @@ def advantage_stage(config: Config) -> AdvantageStage:
     a = config.algorithm
     estimator = get_advantage(a.advantage)
     options = options_of(estimator, a.advantage_options, config)
+    if "components" in estimator.data and "weights" in estimator.options and config.reward.weights is not None:
+        options.setdefault("weights", dict(zip(component_names(config.reward.functions), config.reward.weights)))
     controller = (
         AdaptiveKL(a.kl_reward_coef, target=a.kl_target, horizon=a.kl_horizon)
         if a.kl_controller == "adaptive"

@@ -62,6 +62,8 @@ def record(rows: Sequence[Row], metrics: Metrics) -> None:
     metrics.set("val/truncated_fraction", sum(r[5] for r in rows) / max(len(rows), 1))
     for source in sources:
         own = [row for row in rows if row[1] == source]
+        metrics.set(f"val/{source or 'all'}/length/mean", sum(row[4] for row in own) / len(own))
+        metrics.set(f"val/{source or 'all'}/truncated_fraction", sum(row[5] for row in own) / len(own))
         groups = torch.tensor([row[0] for row in own])
         scores = torch.tensor([row[2] if row[3] else math.nan for row in own], dtype=torch.float64)
         for name, value in evaluate(scores, groups, [row[6] for row in own]).items():

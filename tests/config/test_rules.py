@@ -142,10 +142,8 @@ def test_truncated_sampling_must_be_asked_for(load):
         (["reward.overlong_buffer_tokens=257"], "is more than rollout.max_response_tokens = 256"),
         (["algorithm.kl_loss_kind=k9"], "algorithm.kl_loss_kind = 'k9' is not registered"),
         (["algorithm.kl_reward_kind=k9"], "algorithm.kl_reward_kind = 'k9' is not registered"),
-        (["algorithm.kl_reward_coef=1", "algorithm.kl_reward_kind=full"],
-         "kl_reward_kind = full needs both models' logits"),
         (["algorithm.kl_loss_coef=1", "algorithm.kl_loss_kind=full", "algorithm.kl_unbiased=true"],
-         "kl_loss_kind = full needs both models' logits"),
+         "algorithm.kl_loss_kind = full is exact"),
         (["algorithm.kl_controller=adaptive"], "algorithm.kl_reward_coef, which is 0: set it above 0"),
         (["algorithm.overlong_leaves_baseline=true"], "refines algorithm.overlong_masking, which is off"),
         (["algorithm.advantage=grpo", "rollout.num_samples_per_prompt=2", "algorithm.pf_ppo_mode=pow"],
@@ -273,3 +271,16 @@ def test_missing_packages_are_errors_to_train_and_warnings_to_look(load, monkeyp
     (message,) = problems(load, "", "logging.trackers=[wandb]")
     assert message == "command line: logging.trackers: wandb is not installed: pip install 'fastrl[wandb]'"
     assert load("", "logging.trackers=[wandb]", only_look=True).warnings == (message,)
+
+
+def test_components_that_no_reward_gives_are_refused(load):
+    weights = "advantage: gdpo, advantage_options: {weights: {exakt: 1.0, exact: 0.5}}"
+    (message,) = problems(load, f"reward: {{functions: [exact]}}\nalgorithm: {{{weights}}}\n")
+    assert message.endswith(
+        "algorithm.advantage_options.weights.exakt: reward.functions gives no component of that name; did you mean "
+        "exact? (components: exact)"
+    )
+    dynamic = ["algorithm.dynamic_sampling=true", "rollout.num_samples_per_prompt=4"]
+    (message,) = problems(load, "", *dynamic, "algorithm.dynamic_sampling_metric=accuracy")
+    assert "algorithm.dynamic_sampling_metric = accuracy: reward.functions gives no component" in message
+    load("", *dynamic, "algorithm.dynamic_sampling_metric=math")

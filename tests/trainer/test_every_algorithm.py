@@ -20,6 +20,8 @@ OTHERS = [
     ["algorithm.entropy_coef=0.01", "algorithm.entropy_target=2.0"],
     ["algorithm.kl_loss_coef=0.1", "algorithm.kl_unbiased=true"],
     ["algorithm.kl_reward_coef=0.1", "algorithm.kl_controller=adaptive"],
+    ["algorithm.kl_loss_coef=0.1", "algorithm.kl_loss_kind=full"],
+    ["algorithm.kl_reward_coef=0.1", "algorithm.kl_reward_kind=full", "algorithm.policy_loss=gspo"],
     ["algorithm.dynamic_sampling=true"],
     ["algorithm.policy_loss=decoupled", "algorithm.policy_loss_options={proximal: loglinear}"],
     ["algorithm.advantage=gae", "algorithm.pf_ppo_mode=pow"],

@@ -8,7 +8,7 @@ from fastrl.algorithms.registry import check_options, get_correction, get_kl, ge
 from fastrl.data.packing import pack
 from fastrl.models.attention import IMPLEMENTATION
 from fastrl.trainer.actor import Actor
-from fastrl.trainer.losses import LossSettings, OptimizerBatch
+from fastrl.trainer.losses import LossSettings
 from fastrl.trainer.metrics import Metrics
 from fastrl.trainer.normalizers import keep_rows, optimizer_batch
 from fastrl.trainer.optim import Optimizer, Schedule
@@ -51,8 +51,8 @@ def settings_of(name, correction):
     return LossSettings(policy_loss=loss, options=options, kl=get_kl("k3"), kl_coef=0.1, correction=None)
 
 
-def gradient(name, mode, dtype, *, max_tokens, share, reverse=False, correction=False):
-    """Flat gradient of one optimizer batch under the given split."""
+def gradient(name, mode, dtype, *, max_tokens, share, reverse=False, correction=False, own_division=False):
+    """Flat gradient of one optimizer batch under the given split; own_division: counts of each micro-batch, wrongly."""
     model = tiny_model("llama", dtype=dtype)
     model.set_attn_implementation(IMPLEMENTATION)
     settings = settings_of(name, correction)
@@ -66,16 +66,19 @@ def gradient(name, mode, dtype, *, max_tokens, share, reverse=False, correction=
     in_forward = settings.policy_loss.level != "sequence"
     actor = Actor(model, optimizer, settings, temperature=0.8, dtype=dtype, gradient_in_forward=in_forward)
     mask = batch.loss_mask
-    members = optimizer_batch(
-        batch, torch.arange(batch.num_sequences), mask, loss_agg_mode=mode, loss_scale_factor=7.0, entropy_coef=0.05
-    )
+
+    def counted(sequences):
+        return optimizer_batch(batch, sequences, mask, loss_agg_mode=mode, loss_scale_factor=7.0, entropy_coef=0.05)
+
+    members = counted(torch.arange(batch.num_sequences))
     micro_batches = pack(batch, max_tokens=max_tokens, share_prompts=share)
     if settings.policy_loss.select is not None:
         members = with_selection(actor, members, micro_batches)
     micro_batches = [m for m in (keep_rows(m, mask) for m in micro_batches) if m is not None]
     seen = torch.zeros(batch.num_tokens, dtype=dtype)
     total = sum(
-        actor.backward(members, m, seen, Metrics()) for m in (reversed(micro_batches) if reverse else micro_batches)
+        actor.backward(counted(m.sequences) if own_division else members, m, seen, Metrics())
+        for m in (reversed(micro_batches) if reverse else micro_batches)
     )
     flat = torch.cat([p.grad.flatten() for p in model.parameters()])
     return float(total), flat
@@ -145,14 +148,11 @@ def test_every_loss_and_mode(name, correction):
         agree(name, mode, torch.float32, 1e-5, correction, SPLITS)
 
 
-def test_a_division_per_micro_batch_would_be_seen():
-    """The same batch with the scale of each micro-batch's own tokens gives another gradient: the test can fail."""
-    batch = batch_with_everything(torch.float64)
-    scale = {}
-    for micro in pack(batch, max_tokens=12):
-        members = optimizer_batch(
-            batch, micro.sequences, batch.loss_mask, loss_agg_mode="token-mean", loss_scale_factor=None
-        )
-        scale |= {int(s): float(members.scale.max()) for s in micro.sequences}
-    assert len(set(scale.values())) > 1
-    assert isinstance(members, OptimizerBatch)
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "token-sum"])
+def test_a_division_by_each_micro_batch_of_its_own_fails(mode):
+    # the field's most repeated bug, made on purpose: its gradient is far outside the tolerance of the tests above
+    _, right = gradient("clip", mode, torch.float64, **SPLITS[0])
+    _, wrong = gradient("clip", mode, torch.float64, own_division=True, **SPLITS[2])
+    assert (wrong - right).norm() > 0.05 * right.norm()
+    with pytest.raises(AssertionError):
+        agree("clip", mode, torch.float64, 1e-9, False, [SPLITS[0], SPLITS[2] | {"own_division": True}])

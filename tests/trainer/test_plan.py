@@ -4,7 +4,7 @@ import pytest
 from tiny_folder import short_run, write_tiny_folder
 
 from fastrl.config.load import load_config
-from fastrl.trainer import actor, critic
+from fastrl.trainer import actor, critic, full_kl
 from fastrl.trainer.loop import Trainer
 from fastrl.trainer.plan import describe, make_plan
 from fastrl.trainer.reporter import Silent
@@ -35,6 +35,7 @@ def passes(monkeypatch, model, tmp_path, *overrides):
         return forward
 
     monkeypatch.setattr(actor, "hidden_rows", counted(actor.hidden_rows))
+    monkeypatch.setattr(full_kl, "hidden_rows", counted(full_kl.hidden_rows))
     monkeypatch.setattr(critic, "trunk_rows", counted(critic.trunk_rows))
     trainer = Trainer(parts, Silent(), None, lambda score: None)
     trainer.step()
@@ -48,6 +49,9 @@ CASES = [
     (["algorithm.num_epochs_per_batch=2"], (1 + 2, 0, 0)),
     (["algorithm.kl_loss_coef=0.1"], (1, 1, 0)),  # KL in the loss needs no old pass
     (["algorithm.kl_reward_coef=0.1"], (1 + 1, 1, 0)),
+    (["algorithm.kl_loss_coef=0.1", "algorithm.kl_loss_kind=full"], (1, 1, 0)),  # the reference runs inside the update
+    (["algorithm.kl_reward_coef=0.1", "algorithm.kl_reward_kind=full"], (1 + 1, 1, 0)),  # the KL's own pass
+    (["algorithm.kl_reward_coef=0.1", "algorithm.kl_loss_coef=0.1", "algorithm.kl_loss_kind=full"], (1 + 1, 2, 0)),
     (["algorithm.advantage=gae"], (1, 0, 2)),  # values before, one critic update
     (["algorithm.policy_loss=gspo"], (1, 0, 0)),
     (["algorithm.policy_loss=clip_cov"], (1 + 1 + 1, 0, 0)),  # old pass, selection pass, update

@@ -1,0 +1,54 @@
+"""The load-balancing loss of mixture-of-experts models, exact over an optimizer batch.  https://arxiv.org/abs/2101.03961
+
+    coef E sum_e f_e P_e,   f_e = rows that expert e got / rows,   P_e = mean router probability, over layers and rows
+
+Rows are those that predict a token of the loss. f is counted over the whole optimizer batch, all ranks, in a pass
+before its forward, so that the sum over micro-batches is the loss of the batch however it is split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fastrl.data.packing import MicroBatch
+from fastrl.models.router import assignments, experts_of, routed_rows
+from fastrl.trainer.actor import PolicyModel
+from fastrl.trainer.normalizers import reduce_one
+from fastrl.trainer.precision import autocast
+from fastrl.trainer.sequence import own_rows
+
+
+@dataclass
+class RouterLoss:
+    """The term of one policy. `fraction` [E] and `rows` (layers x rows, all ranks) belong to the optimizer batch."""
+
+    policy: PolicyModel
+    coef: float
+    fraction: Tensor | None = None
+    rows: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.experts = experts_of(self.policy.model.config)
+
+    @torch.no_grad()
+    def count(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Count where the rows of an optimizer batch go, over all ranks, before its update."""
+        device = self.policy.model.device
+        total = torch.zeros(self.experts.number, dtype=torch.float64, device=device)
+        for micro in micro_batches:
+            with autocast(self.policy.dtype, device):
+                _, probabilities = routed_rows(self.policy.model, own_rows(self.policy.model, micro))
+            total += assignments(probabilities, self.experts)
+        total = reduce_one(total)
+        self.rows = float(total.sum()) / self.experts.per_row
+        self.fraction = total / max(self.rows, 1.0)
+
+    def term(self, probabilities: Tensor) -> Tensor:
+        """A micro-batch's share of the loss: probabilities [layers, N, E] with gradient -> 0-d."""
+        assert self.fraction is not None
+        share = probabilities.double().sum((0, 1)) / max(self.rows, 1.0)
+        return self.coef * self.experts.number * (self.fraction * share).sum()
