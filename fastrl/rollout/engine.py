@@ -112,7 +112,10 @@ class EngineHealth:
 
 @runtime_checkable
 class Engine(Protocol):
-    """What the trainer calls. One call at a time, except abort() and health(), which any thread may call."""
+    """What the trainer calls. One call at a time, except abort() and health(), which any thread may call.
+
+    An engine that cannot give log-probs (its samples' are NaN) says so with an attribute `gives_log_probs = False`.
+    """
 
     def generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> Iterator[Sample]:
         """Yield each sample as it finishes, in any order; exactly num_samples per request.

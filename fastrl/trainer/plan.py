@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 from fastrl.algorithms.registry import Entry, get_advantage, get_correction, get_policy_loss
 from fastrl.config.schema import Config
+from fastrl.errors import ConfigError
+from fastrl.rollout.engine import Engine
 from fastrl.trainer.roles import Role, inputs_of, needs_critic, needs_reference, roles_of
 
 
@@ -68,6 +70,24 @@ def make_plan(config: Config) -> Plan:
         roles=roles_of(config),
         reasons={"old_log_prob": "; ".join(reasons)},
     )
+
+
+def check_engine(config: Config, engine: Engine) -> None:
+    """Raise ConfigError when something that is asked for reads log-probs that this engine does not give."""
+    a = config.algorithm
+    if getattr(engine, "gives_log_probs", True):
+        return
+    readers = {
+        "correction": (get_correction(a.correction), a.correction_options),
+        "policy_loss": (get_policy_loss(a.policy_loss), a.policy_loss_options),
+    }
+    for key, (entry, options) in readers.items():
+        if "rollout_log_prob" in entry.needs_with(options) and not (key == "correction" and a.correction == "none"):
+            other = "none" if key == "correction" else "clip"
+            raise ConfigError(
+                f"algorithm.{key} = {entry.name} reads the log-probs of sampled tokens, which "
+                f"rollout.engine = {config.rollout.engine} does not give: set algorithm.{key}={other} or another engine"
+            )
 
 
 def kl_terms(config: Config) -> list[tuple[float, str]]:

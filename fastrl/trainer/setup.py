@@ -35,7 +35,7 @@ from fastrl.trainer.loop import Parts
 from fastrl.trainer.losses import LossSettings
 from fastrl.trainer.metrics import Metrics
 from fastrl.trainer.optim import Optimizer, Schedule, total_updates
-from fastrl.trainer.plan import Plan, make_plan
+from fastrl.trainer.plan import Plan, check_engine, make_plan
 from fastrl.trainer.precision import compute_dtype, resolve_device
 from fastrl.trainer.router_loss import RouterLoss
 from fastrl.trainer.selection import EntropyController
@@ -84,6 +84,7 @@ def build(
     )
     stop_ids = frozenset(stop_token_ids(model, tokenizer)) | frozenset(config.rollout.stop_token_ids)
     engine = make_engine(config, model, tokenizer, stop_ids)
+    check_engine(config, engine)
     rewards = make_rewards(config)
     generator = Generator(
         engine,

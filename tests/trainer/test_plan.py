@@ -4,9 +4,10 @@ import pytest
 from tiny_folder import short_run, write_tiny_folder
 
 from fastrl.config.load import load_config
+from fastrl.errors import ConfigError
 from fastrl.trainer import actor, critic, full_kl
 from fastrl.trainer.loop import Trainer
-from fastrl.trainer.plan import describe, make_plan
+from fastrl.trainer.plan import check_engine, describe, make_plan
 from fastrl.trainer.reporter import Silent
 from fastrl.trainer.setup import build
 
@@ -93,3 +94,24 @@ def test_the_plan_says_why(model, tmp_path):
     assert "2 updates per rollout batch" in text and "gae needs values" in text and "no KL term" in text
     on_policy = "\n".join(describe(load_config([], short_run(model, tmp_path)).config))
     assert "skipped: one update, ratio is exactly 1" in on_policy and "grpo needs none" in on_policy
+
+
+class Mute:
+    gives_log_probs = False
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([], r"algorithm\.correction = token_truncate reads .*: set algorithm\.correction=none"),
+        (["algorithm.correction=none", "algorithm.policy_loss=decoupled"], r"algorithm\.policy_loss = decoupled reads"),
+        (["algorithm.correction=none"], None),
+    ],
+)
+def test_an_engine_without_log_probs(model, tmp_path, overrides, message):
+    config = load_config([], short_run(model, tmp_path, *overrides)).config
+    if message is None:
+        check_engine(config, Mute())
+    else:
+        with pytest.raises(ConfigError, match=message):
+            check_engine(config, Mute())
