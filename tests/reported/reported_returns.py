@@ -72,7 +72,7 @@ def ranks(count: int) -> Iterator[Any]:
     barrier, slots = threading.Barrier(count), [None] * count
     rank_of = threading.local()
 
-    def all_reduce_sum(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def all_reduce_sum(tensors: dict[str, Tensor], group: Any = None) -> dict[str, Tensor]:
         slots[rank_of.number] = tensors
         barrier.wait()
         total = {name: torch.stack([s[name] for s in slots]).sum(0) for name in tensors}
