@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +24,9 @@ from bench.models.packed_forward import packed_rows
 from fastrl.data.batch import RolloutBatch
 from fastrl.data.packing import MicroBatch, pack
 from fastrl.kernels import linear_log_prob, linear_token_loss
-from fastrl.models.forward import trunk_rows
+from fastrl.models.forward import hidden_rows, trunk_rows
 from fastrl.models.head import head_of, trunk
+from fastrl.trainer.precision import autocast
 
 
 def token_loss(value: Tensor, old: Tensor, advantages: Tensor) -> Tensor:
@@ -44,7 +46,9 @@ class Padded:
 
     @staticmethod
     def of(batch: RolloutBatch) -> Padded:
-        """From a rollout."""
+        """From a rollout, on its device."""
+        device = batch.response_ids.device
+        batch = batch.to("cpu")
         prompts = batch.prompt_ids.split(batch.prompt_lengths.tolist())
         responses = batch.response_ids.split(batch.lengths.tolist())
         sequences = [torch.cat([prompts[g], r]) for g, r in zip(batch.group_index.tolist(), responses)]
@@ -55,7 +59,7 @@ class Padded:
             i * ids.shape[1] + torch.arange(len(s) - len(r) - 1, len(s) - 1)
             for i, (s, r) in enumerate(zip(sequences, responses))
         ]
-        return Padded(ids, mask, torch.cat(rows), batch.response_ids)
+        return Padded(*(x.to(device) for x in (ids, mask, torch.cat(rows), batch.response_ids)))
 
     def log_prob(self, model: PreTrainedModel) -> Tensor:
         """[T], all logits made."""
@@ -66,7 +70,7 @@ class Padded:
 def all_logits(model: PreTrainedModel, hidden: Tensor, rows: Tensor | None, labels: Tensor) -> Tensor:
     """Log-probs [T] of labels out of the logits of every hidden row."""
     table = torch.log_softmax(hidden @ head_of(model).weight.t(), -1)
-    return table[torch.arange(len(labels)) if rows is None else rows, labels]
+    return table[torch.arange(len(labels), device=labels.device) if rows is None else rows, labels]
 
 
 def ragged_log_prob(model: PreTrainedModel, micro: MicroBatch, response_rows: bool) -> Tensor:
@@ -80,10 +84,24 @@ def ragged_log_prob(model: PreTrainedModel, micro: MicroBatch, response_rows: bo
 
 
 class Rungs:
-    """The training pass on one rollout in each of the ways; a call gives the loss and all gradients."""
+    """The training pass on one rollout in each of the ways; a call gives the loss and all gradients.
 
-    def __init__(self, plain: PreTrainedModel, model: PreTrainedModel, batch: RolloutBatch, advantages: Tensor) -> None:
+    Args:
+        plain: the model as transformers runs it; model: the same weights with fastrl's attention.
+        advantages: [T], in the batch's order.
+        dtype: bfloat16 computes under autocast.
+    """
+
+    def __init__(
+        self,
+        plain: PreTrainedModel,
+        model: PreTrainedModel,
+        batch: RolloutBatch,
+        advantages: Tensor,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         self.plain, self.model, self.batch, self.advantages = plain, model, batch, advantages
+        self.cast = partial(autocast, dtype, advantages.device)
         self.padded = Padded.of(batch)
         self.repeated = pack(batch, max_tokens=10**9, share_prompts=False)[0]
         self.shared = pack(batch, max_tokens=10**9)[0]
@@ -93,9 +111,11 @@ class Rungs:
 
         def run() -> list[Tensor]:
             owner.zero_grad()
-            with torch.no_grad():
+            with torch.no_grad(), self.cast():
                 old = log_prob()
-            loss = token_loss(log_prob(), old, self.advantages).sum() / old.numel()
+            with self.cast():
+                value = log_prob()
+            loss = token_loss(value, old, self.advantages).sum() / old.numel()
             loss.backward()
             return gradients(owner, loss)
 
@@ -111,17 +131,22 @@ class Rungs:
             old = None
             if old_pass:
                 with torch.no_grad():
-                    old = linear_log_prob(rows_of(self.model, micro), weight, micro.labels).log_prob
+                    old = linear_log_prob(self.rows(micro), weight, micro.labels).log_prob
 
             def loss_of(value: Tensor, entropy: Tensor | None, rows: slice) -> Tensor:
                 before = value.detach() if old is None else old[rows]
                 return token_loss(value, before, advantages[rows]) / micro.num_tokens
 
-            loss = linear_token_loss(rows_of(self.model, micro), weight, micro.labels, loss_of)[0]
+            loss = linear_token_loss(self.rows(micro), weight, micro.labels, loss_of)[0]
             loss.backward()
             return gradients(self.model, loss)
 
         return run
+
+    def rows(self, micro: MicroBatch) -> Tensor:
+        """Hidden rows in the micro-batch's order."""
+        with self.cast():
+            return hidden_rows(self.model, micro)
 
     def all(self) -> dict[str, tuple[Callable[[], list[Tensor]], int, int]]:
         """name -> (call, rows of the trunk, rows of the head), both passes counted."""
@@ -143,11 +168,6 @@ class Rungs:
             "+ shared prompts": (self.in_forward(self.shared, True), 2 * shared, 2 * tokens),
             "fastrl: + no old pass": (self.in_forward(self.shared, False), shared, tokens),
         }  # fmt: skip
-
-
-def rows_of(model: PreTrainedModel, micro: MicroBatch) -> Tensor:
-    """Hidden rows in the micro-batch's order."""
-    return trunk_rows(model, micro)[micro.head_index]
 
 
 def gradients(model: PreTrainedModel, loss: Tensor) -> list[Tensor]:

@@ -1,0 +1,176 @@
+"""Learning curves on the embedded task over several seeds, with TRL on the same prompts for as many samples.
+
+    python bench/learning/curves.py [--trl-python PATH] [--seeds 3] [--steps 60] [--out docs/runs/learning] [NAME ...]
+
+NAME is a recipe of configs/ or `trl_grpo`. Each run is a process of its own with one thread; its curve is appended to
+OUT/data.jsonl as soon as it ends, and runs that are there already are not made again. Then OUT/curves.png (mean and
+range over the seeds, reward against samples and against seconds of training) and OUT/README.md are drawn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from bench.harness.machine import commit, versions  # noqa: E402
+from bench.learning.recipes import train  # noqa: E402
+
+NAMES = ("ppo", "grpo", "rloo", "trl_grpo")
+PROMPTS, SAMPLES, TOKENS = 32, 8, 24  # of the GRPO recipe; PPO's 64 x 4 are as many samples a step
+WINDOW = 5  # steps that a plotted point is the mean of
+
+
+def ours(name: str, seed: int, steps: int) -> dict[str, Any]:
+    """A recipe's run."""
+    with tempfile.TemporaryDirectory() as folder:
+        summary = train(name, steps, seed, folder)
+        lines = (Path(folder) / name / "metrics.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, lines) if "reward/mean" in row]
+    return {
+        "samples": [PROMPTS * SAMPLES * (i + 1) for i in range(len(rows))],
+        "seconds": [round(s, 3) for s in itertools.accumulate(row["time/step_s"] for row in rows)],
+        "reward": [row["reward/mean"] for row in rows],
+        "held_out": [summary["before"], summary["after"]],
+    }
+
+
+def problems(seed: int, steps: int) -> list[dict[str, Any]]:
+    """The prompts that the GRPO recipe sees under this seed, in its order."""
+    from fastrl.data.prompts import PromptCursor, load_prompts
+    from fastrl.models.load import load_tokenizer
+
+    prompts = load_prompts("task:arithmetic", load_tokenizer("builtin:tiny"))
+    cursor = PromptCursor(prompts, seed=seed, shuffle=True)
+    taken = [p for _ in range(steps) for p in cursor.take_within_epoch(PROMPTS)]
+    return [{"prompt": f"problem {i}", "ids": list(p.token_ids), "answer": str(p.answer)} for i, p in enumerate(taken)]
+
+
+def trl(python: str, seed: int, steps: int) -> dict[str, Any]:
+    """TRL's GRPOTrainer with the GRPO recipe's settings."""
+    settings = {
+        "model": str(ROOT / "fastrl/assets/tiny"), "rows": problems(seed, steps), "prompts": PROMPTS,
+        "samples": SAMPLES, "tokens": TOKENS, "lr": 1e-4, "warmup": 5, "steps": steps, "seed": seed,
+    }  # fmt: skip
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "settings.json"
+        path.write_text(json.dumps(settings | {"folder": folder}))
+        command = [python, str(Path(__file__).with_name("trl_curve.py")), str(path)]
+        subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
+        found = json.loads((Path(folder) / "curve.json").read_text())
+    return found | {"samples": [PROMPTS * SAMPLES * (i + 1) for i in range(len(found["reward"]))]}
+
+
+def load(path: Path) -> list[dict[str, Any]]:
+    """The runs there are."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def smooth(values: list[float]) -> list[float]:
+    """Means over the last WINDOW values."""
+    return [statistics.fmean(values[max(0, i - WINDOW + 1) : i + 1]) for i in range(len(values))]
+
+
+def mean_curve(runs: list[dict[str, Any]], axis: str) -> tuple[list[float], list[float], list[float], list[float]]:
+    """(x, mean, least, largest) over seeds, step by step."""
+    rewards = list(zip(*(smooth(run["reward"]) for run in runs)))
+    x = [statistics.fmean(values) for values in zip(*(run[axis] for run in runs))]
+    return x, [statistics.fmean(r) for r in rewards], [min(r) for r in rewards], [max(r) for r in rewards]
+
+
+def draw(runs: list[dict[str, Any]], path: Path) -> None:
+    """Two panels: against samples and against seconds of training."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), sharey=True)
+    for name in sorted({run["name"] for run in runs}):
+        mine = [run for run in runs if run["name"] == name]
+        for axis, key in zip(axes, ("samples", "seconds")):
+            x, mean, low, high = mean_curve(mine, key)
+            (line,) = axis.plot(x, mean, label=f"{label(name)} ({len(mine)} seeds)")
+            axis.fill_between(x, low, high, color=line.get_color(), alpha=0.18, linewidth=0)
+    axes[0].set(xlabel="samples", ylabel=f"mean reward, last {WINDOW} steps", ylim=(0, 1))
+    axes[1].set(xlabel="seconds of training, one thread")
+    for axis in axes:
+        axis.grid(alpha=0.3)
+    axes[0].legend(loc="lower right")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def label(name: str) -> str:
+    """A run's name in the legend."""
+    return "TRL GRPO" if name == "trl_grpo" else f"fastrl {name}"
+
+
+def page(runs: list[dict[str, Any]], steps: int) -> str:
+    """The table: mean and range over seeds."""
+
+    def spread(values: list[float], digits: int = 3) -> str:
+        return f"{statistics.fmean(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+    lines = [
+        "# Learning curves on the embedded task",
+        "",
+        f"`python bench/learning/curves.py --steps {steps}`: {PROMPTS * SAMPLES} samples a step, one thread each; mean",
+        "(and range) over seeds. The reward is of sampled training responses, last ten steps; held-out problems are",
+        "answered greedily; seconds are of training steps alone. TRL has the same start, prompts in the same order,",
+        "reward, clipping, learning rate and number of samples as fastrl's grpo. Data: `data.jsonl`.",
+        "",
+        "![curves](curves.png)",
+        "",
+        "| run | seeds | reward at the end | held out after | seconds |",
+        "|---|---|---|---|---|",
+    ]
+    for name in sorted({run["name"] for run in runs}):
+        mine = [run for run in runs if run["name"] == name]
+        held = [run["held_out"][1] for run in mine if run.get("held_out")]
+        reward = spread([statistics.fmean(run["reward"][-10:]) for run in mine])
+        seconds = spread([run["seconds"][-1] for run in mine], 0)
+        lines.append(f"| {label(name)} | {len(mine)} | {reward} | {spread(held) if held else 'not run'} | {seconds} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Make the missing runs, then draw."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--trl-python", default=os.environ.get("FASTRL_BENCH_TRL_PYTHON"))
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "runs" / "learning")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    data = options.out / "data.jsonl"
+    for seed, name in itertools.product(range(options.seeds), options.names or NAMES):
+        if any((run["name"], run["seed"]) == (name, seed) for run in load(data)):
+            continue
+        if name == "trl_grpo" and not options.trl_python:
+            print("trl_grpo: no interpreter with TRL (--trl-python PATH)")
+            continue
+        curve = trl(options.trl_python, seed, options.steps) if name == "trl_grpo" else ours(name, seed, options.steps)
+        context = {"name": name, "seed": seed, "steps": options.steps, "commit": commit(), "versions": versions()}
+        with data.open("a") as file:
+            file.write(json.dumps(context | curve) + "\n")
+        print(f"{name} seed {seed}: reward {curve['reward'][-1]:.3f} in {curve['seconds'][-1]:.0f} s", flush=True)
+    runs = load(data)
+    draw(runs, options.out / "curves.png")
+    (options.out / "README.md").write_text(page(runs, options.steps))
+
+
+if __name__ == "__main__":
+    main()
