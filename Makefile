@@ -9,8 +9,10 @@ STAMPS := $(VENV)/.stamps
 INSTALLED := $(STAMPS)/base
 INSTALLED_TEST := $(STAMPS)/test
 INSTALLED_BENCH := $(STAMPS)/bench
+# Other trainers disagree about versions: one environment each, under .peers/.
+PEERS := trl verl kernels
 
-.PHONY: help ppo grpo test test-slow check docs bench clean
+.PHONY: help ppo grpo test test-slow check docs bench bench-smoke bench-peers clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -55,8 +57,18 @@ check: $(INSTALLED_TEST) ## format, lint, types, import contracts, generated pag
 docs: $(INSTALLED) ## write the generated pages: docs/config.md, docs/metrics.md, docs/memory.md
 	$(BIN)/python scripts/gen_docs.py
 
-bench: $(INSTALLED_BENCH) ## benchmarks of what this machine can run
-	$(ONE_THREAD) $(BIN)/python -m pytest bench -m "not e2e" $(ARGS)
+bench: $(INSTALLED_BENCH) ## benchmarks of what this machine can run (ARGS="--model DIR -k head" chooses)
+	$(ONE_THREAD) $(BIN)/python -m pytest bench $(ARGS)
+
+bench-smoke: $(INSTALLED_BENCH) ## every benchmark at a tiny size: fails on wrong results, never on time
+	$(ONE_THREAD) $(BIN)/python -m pytest bench --smoke $(ARGS)
+
+bench-peers: $(addprefix .peers/,$(addsuffix /.installed,$(PEERS))) ## what fastrl is compared with, each in its own environment
+
+.peers/%/.installed: bench/peers/%.txt | $(BIN)/python
+	$(BIN)/python -m venv .peers/$*
+	.peers/$*/bin/python -m pip install -q -r $<
+	touch $@
 
 clean: ## remove the environment, caches and build products (runs/ stays)
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .benchmarks

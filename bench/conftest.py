@@ -15,7 +15,7 @@ from bench.harness.machine import ceilings, machine_name
 from bench.harness.measure import OURS, Case, Measured
 from bench.harness.peers import PEERS, Peers
 from bench.harness.results import default_path, save
-from bench.harness.table import table
+from bench.harness.table import lost, table
 
 
 class Clock:
@@ -78,6 +78,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             config.hook.pytest_deselected(items=gone)
     for item in items:
         item.add_marker(pytest.mark.benchmark(timer=CLOCK))
+        if config.pluginmanager.has_plugin("timeout"):
+            item.add_marker(pytest.mark.timeout(3600))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -145,7 +147,7 @@ def time_in_turns(benchmark: Any, measured: Measured, rounds: int) -> None:
     ours = next(name for name in measured.times if name.startswith(OURS))
 
     def others() -> None:
-        for name in measured.times:
+        for name in list(measured.times):
             if name != ours and not measured.is_enough(name, ours):
                 measured.turn(name)
 
@@ -167,6 +169,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         write(line)
     for name, reason in state.peers.skipped.items():
         write(f"{name}: {reason}")
+    for line in [] if state.smoke else lost(state.rows):
+        write(f"LOST    {line}")
     bars = check(state.rows)
     for bar in bars:
         write(f"{'holds' if bar['holds'] else 'MISSED':7s} {bar['bar']}: {bar['measured']}")

@@ -71,8 +71,10 @@ def test_train_phase(bench, peers, model_folder, tmp_path, case):
 
 
 @pytest.mark.parametrize("prompts,prompt,response", [(1, 96, 48), (4, 45, 10)], ids=["long", "sums"])
-def test_ladder(bench, model_folder, prompts, prompt, response):
+def test_ladder(bench, full, model_folder, prompts, prompt, response):
     """Rungs on random tokens; every gradient of the model is compared."""
+    if prompts > 1 and not full:
+        pytest.skip("the larger rollout: --full")
     rng = random.Random(0)
     tokens = lambda count: [rng.randrange(10, 1000) for _ in range(count)]  # noqa: E731
     batch = batch_of(

@@ -47,7 +47,11 @@ HEAD = [
     )
 ]
 ENGINE = [Bar("embedded engine: at least 1.5x generate", "engine 4x8x32", "generate", "ratio", True, 1.5)]
-BARS = [*GAE, *GROUPS, *POLICY, *HEAD, *ENGINE]
+TRAIN = [
+    Bar(f"train phase {case}: at least 3x TRL's", f"train phase {case}", "trl", "ratio", True, 3.0)
+    for case in ("sums", "long")
+]
+BARS = [*GAE, *GROUPS, *POLICY, *HEAD, *ENGINE, *TRAIN]
 
 
 def measured(bar: Bar, rows: list[dict[str, Any]]) -> float | None:

@@ -64,10 +64,10 @@ def resident(field: str) -> int:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(field)), 0)
 
 
-def peak_bytes(run: Callable[[], Any], forget: Callable[[], Any] | None = None) -> int | None:
+def peak_bytes(run: Callable[[], Any]) -> int | None:
     """How far one call lifts the resident memory, in a child process that makes it once; None where it cannot be read.
 
-    `forget` is called in the child first: it drops what earlier calls have kept for later ones.
+    `run.forget`, if there is one, is called in the child first: it drops what earlier calls have left behind.
     """
     if not os.path.exists("/proc/self/clear_refs"):
         return None
@@ -75,8 +75,7 @@ def peak_bytes(run: Callable[[], Any], forget: Callable[[], Any] | None = None) 
     child = os.fork()
     if child == 0:
         try:
-            if forget is not None:
-                forget()
+            getattr(run, "forget", int)()
             ctypes.CDLL(None).malloc_trim(0)
             Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
             before, code = resident("VmRSS"), resident("RssFile")

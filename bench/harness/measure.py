@@ -6,6 +6,7 @@ that a slow spell of the machine hits all of them; the least and the median are 
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -114,7 +115,12 @@ class Measured:
         """One timing of one variant, in seconds a call."""
         variant = self.case.variants[name]
         assert variant is not None
-        seconds = variant.seconds(self.loops[name])
+        try:
+            seconds = variant.seconds(self.loops[name])
+        except PeerFailed as failure:
+            self.rows[name]["failed"] = str(failure)
+            del self.times[name]
+            return 0.0
         self.times[name].append(seconds)
         return seconds
 
@@ -157,5 +163,6 @@ class Measured:
     def close(self) -> None:
         """Let go of all inputs."""
         for variant in self.case.variants.values():
-            if variant is not None:
-                variant.close()
+            with contextlib.suppress(PeerFailed):
+                if variant is not None:
+                    variant.close()

@@ -6,6 +6,7 @@ two for `peers`, the environments that `make bench-peers` makes (.peers/*), this
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -43,6 +44,7 @@ class Process:
     """One interpreter that runs `bench.harness.worker`."""
 
     def __init__(self, python: str) -> None:
+        self.number = 0
         environment = os.environ | {
             "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
             "PYTHONPATH": str(ROOT),
@@ -55,15 +57,20 @@ class Process:
     def ask(self, **request: Any) -> dict[str, Any]:
         """Send a request, wait for its answer."""
         assert self.process.stdin and self.process.stdout
+        self.number += 1
+        answer: dict[str, Any] = {}
         try:
-            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.write(json.dumps(request | {"number": self.number}) + "\n")
             self.process.stdin.flush()
-            line = self.process.stdout.readline()
+            while answer.get("number") != self.number:  # one that was given up may still be answered first
+                line = self.process.stdout.readline()
+                if not line:
+                    break
+                answer = json.loads(line)
         except BrokenPipeError:
-            line = ""
-        if not line:
+            answer = {}
+        if answer.get("number") != self.number:
             raise PeerFailed(f"its process ended with code {self.process.wait()}")
-        answer = json.loads(line)
         if "failed" in answer:
             raise PeerFailed(answer["failed"])
         return answer
@@ -71,7 +78,8 @@ class Process:
     def close(self) -> None:
         """End the process."""
         assert self.process.stdin and self.process.stdout
-        self.process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
         try:
             self.process.wait(timeout=10)
         except subprocess.TimeoutExpired:
@@ -100,6 +108,8 @@ class Peers:
 
     def find(self, name: str) -> Process | None:
         """The peer's process; None, with the reason in `skipped`, where it is not installed."""
+        if name in self.processes and self.processes[name].process.poll() is not None:
+            self.processes.pop(name).close()  # it died in an earlier case: a new one
         if name in self.processes or name in self.skipped:
             return self.processes.get(name)
         peer = PEERS[name]

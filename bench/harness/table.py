@@ -48,3 +48,21 @@ def table(rows: Iterable[dict[str, Any]]) -> list[str]:
         "  ".join(c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths))).rstrip()
         for line in lines
     ]
+
+
+def lost(rows: Iterable[dict[str, Any]]) -> list[str]:
+    """Where somebody else's variant is faster than the best of ours."""
+    cases: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        if "ms_min" in row:
+            cases.setdefault(row["case"], []).append(row)
+    lines = []
+    for case, found in cases.items():
+        ours = [row for row in found if row["variant"].startswith("fastrl")]
+        for row in found:
+            if row in ours or not ours or "imbalance" in row or "fill" in row:  # those are judged by their result
+                continue
+            time = row["ms_min"] / min(r["ms_min"] for r in ours)
+            if time < 0.95:
+                lines.append(f"{case}: {row['variant']} takes {time:.2f}x our time")
+    return lines

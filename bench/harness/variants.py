@@ -36,10 +36,8 @@ class Variant(Protocol):
 class Local:
     """A function of this process."""
 
-    def __init__(
-        self, run: Callable[[], Any], *, forget: Callable[[], Any] | None = None, clock: str = "thread"
-    ) -> None:
-        self.run, self.forget, self.clock = run, forget, clock
+    def __init__(self, run: Callable[[], Any], *, clock: str = "thread") -> None:
+        self.run, self.clock = run, clock
 
     def result(self) -> tuple[list[torch.Tensor], float]:
         return checked(self.run, self.clock)
@@ -48,7 +46,7 @@ class Local:
         return seconds(self.run, loops, self.clock)
 
     def peak_bytes(self) -> int | None:
-        return peak_bytes(self.run, self.forget)
+        return peak_bytes(self.run)
 
     def close(self) -> None:
         del self.run

@@ -1,7 +1,7 @@
 """A process that holds another trainer's functions: it makes, checks and times them when asked.
 
 Run by `bench.harness.peers` with the interpreter that has the peer. One JSON request a line on standard input, one
-JSON answer a line; tensors go through files. Whatever libraries print goes to standard error.
+JSON answer a line with the request's number; tensors go through files. Whatever libraries print goes to standard error.
 """
 
 from __future__ import annotations
@@ -74,11 +74,12 @@ def main() -> None:
     worker = Worker()
     for line in sys.stdin:
         request = json.loads(line)
+        number = request.pop("number")
         try:
             answer = getattr(worker, request.pop("do"))(**request)
         except Exception as failure:  # one function's failure must not end the peer
             answer = {"failed": f"{type(failure).__name__}: {failure}"[:500]}
-        print(json.dumps(answer), file=answers, flush=True)
+        print(json.dumps(answer | {"number": number}), file=answers, flush=True)
 
 
 if __name__ == "__main__":

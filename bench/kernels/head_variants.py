@@ -49,17 +49,20 @@ def token_loss(data: Data, value: torch.Tensor, rows: slice | None = None) -> to
     return torch.maximum(-a * ratio, -a * ratio.clamp(0.8, 1.2)) / data.labels.shape[0]
 
 
-def step(loss_of: Callable[[Data], torch.Tensor], inputs: dict[str, torch.Tensor]) -> Callable[[], Any]:
-    """A call that gives the loss, d hidden and d weight, from cleared gradients."""
-    data = Data.of(inputs)
+class Step:
+    """A call that gives the loss, d hidden and d weight, from cleared gradients. `forget` drops what a call left."""
 
-    def run() -> Any:
-        data.hidden.grad = data.weight.grad = None
-        loss = loss_of(data)
+    def __init__(self, loss_of: Callable[[Data], torch.Tensor], inputs: dict[str, torch.Tensor]) -> None:
+        self.loss_of, self.data = loss_of, Data.of(inputs)
+
+    def forget(self) -> None:
+        self.data.hidden.grad = self.data.weight.grad = None
+
+    def __call__(self) -> Any:
+        self.forget()
+        loss = self.loss_of(self.data)
         loss.backward()
-        return loss.detach(), data.hidden.grad, data.weight.grad
-
-    return run
+        return loss.detach(), self.data.hidden.grad, self.data.weight.grad
 
 
 def naive(d: Data) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
-from bench.kernels.head_variants import SEQUENCES, Data, step
+from bench.kernels.head_variants import SEQUENCES, Data, Step
 
 
 def head(d: dict[str, torch.Tensor]) -> Callable[[], Any]:
@@ -24,4 +24,4 @@ def head(d: dict[str, torch.Tensor]) -> Callable[[], Any]:
         )  # fmt: skip
         return result[0] if isinstance(result, tuple) else result
 
-    return step(loss, d)
+    return Step(loss, d)

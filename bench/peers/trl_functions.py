@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from trl.trainer import utils
 
-from bench.kernels.head_variants import Data, step, token_loss
+from bench.kernels.head_variants import Data, Step, token_loss
 
 Inputs = dict[str, torch.Tensor]
 
@@ -26,4 +26,4 @@ def head(d: Inputs) -> Callable[[], Any]:
         logits = data.hidden @ data.weight.t()
         return token_loss(data, utils.selective_log_softmax(logits, data.labels).float()).sum()
 
-    return step(loss, d)
+    return Step(loss, d)

@@ -10,7 +10,7 @@ import torch
 from verl.trainer.ppo import core_algos
 from verl.utils import seqlen_balancing
 
-from bench.kernels.head_variants import Data, step, token_loss
+from bench.kernels.head_variants import Data, Step, token_loss
 
 Inputs = dict[str, torch.Tensor]
 
@@ -70,7 +70,7 @@ def head_fused(d: Inputs) -> Callable[[], Any]:
     def loss(data: Data) -> torch.Tensor:
         return token_loss(data, FusedLinearForPPO()(data.hidden, data.weight, data.labels)[0].float()).sum()
 
-    return step(loss, d)
+    return Step(loss, d)
 
 
 def head_logits(d: Inputs) -> Callable[[], Any]:
@@ -81,7 +81,7 @@ def head_logits(d: Inputs) -> Callable[[], Any]:
         logits = (data.hidden @ data.weight.t())[None]
         return token_loss(data, logprobs_from_logits(logits, data.labels[None])[0].float()).sum()
 
-    return step(loss, d)
+    return Step(loss, d)
 
 
 def balance(d: Inputs, ranks: int) -> Callable[[], Any]:

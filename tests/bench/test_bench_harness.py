@@ -157,3 +157,31 @@ def test_the_head_reference_is_autograd():
     for got, expected in zip(reference(inputs), want):
         torch.testing.assert_close(got, expected)
     assert float(naive(data)) == pytest.approx(float(loss), rel=1e-6)
+
+
+def test_a_peer_that_dies_fails_alone():
+    peers = Peers({})
+    PEERS["here"] = PEERS["verl"]._replace(module="torch", distribution="torch")
+    try:
+        x = Inputs(x=torch.ones(2, 2))
+        case = Case(
+            "c",
+            {
+                "fastrl": Local(lambda: torch.full((2, 2), 0.5)),
+                "here": peers.variant("here", "plain_functions:softmax", x, dim=0),
+            },
+            expected=lambda: [torch.full((2, 2), 0.5).double()],
+        )
+        m = Measured(case, RATES)
+        m.gate()
+        assert set(m.times) == {"fastrl", "here"}
+        peers.processes["here"].process.kill()
+        peers.processes["here"].process.wait()
+        m.turn("here")
+        assert "ended" in m.rows["here"]["failed"] and set(m.times) == {"fastrl"}
+        m.close()
+        again = peers.variant("here", "plain_functions:softmax", x, dim=0)
+        assert again is not None and again.seconds(1) > 0
+    finally:
+        peers.close()
+        del PEERS["here"]
