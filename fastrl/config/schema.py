@@ -69,6 +69,10 @@ class RolloutConfig(Section):
     stop: list[str] = Field(default_factory=list, description="strings that end a response (kept in it)")
     stop_token_ids: list[int] = Field(default_factory=list, description="token ids that end a response, besides the model's own end-of-sequence ids")
     kv_budget_tokens: int | None = Field(None, ge=1, description="key/value cache size in tokens; what does not fit waits; null takes what the batch needs")
+    bucket_gib: float = Field(0.25, gt=0, le=16, description="size of each of the two staging buckets that carry new weights to an engine process, in GiB; larger tensors are split")
+    weight_transport: Literal["auto", "cuda_ipc", "shared_memory", "in_process"] = Field("auto", description="how new weights reach an engine process: CUDA IPC on a GPU, shared memory, or directly to an engine in the trainer's process; auto takes the first that works")
+    verify_weights: str = Field("always", pattern=r"^(always|first|off|every [1-9][0-9]*)$", description="after which updates checksums of every tensor and a short greedy response are compared between trainer and engine: always, first (to each engine process), `every K` or off")
+    zero_copy: bool = Field(False, description="let the engine compute with the trainer's own bf16 weights (one rank, dense decoders): updates move no bytes; falls back to buckets, with a warning, where that is impossible")
 
 
 class AlgorithmConfig(Section):

@@ -32,8 +32,8 @@ class SendBuckets(Protocol):
         """Pack (flat tensor, wire dtype, byte offset) parts into a slot; returns its bytes [bucket_bytes] uint8."""
         ...
 
-    def filled(self, slot: int) -> dict[str, Any]:
-        """Fields of the message that says the slot may be read."""
+    def opened(self, message: dict[str, Any]) -> None:
+        """The receiver has opened the buckets; its answer."""
         ...
 
     def freed(self, slot: int) -> None:
@@ -47,6 +47,10 @@ class SendBuckets(Protocol):
 
 class ReceiveBuckets(Protocol):
     """The receiver's side of a transport."""
+
+    def answer(self) -> dict[str, Any]:
+        """Fields of the message that says the buckets are open."""
+        ...
 
     def read(self, slot: int) -> Tensor:
         """The bytes of a filled slot, [bucket_bytes] uint8."""
@@ -66,12 +70,12 @@ class SharedMemorySend:
 
     kind = "shared_memory"
 
-    def __init__(self, bucket_bytes: int) -> None:
+    def __init__(self, bucket_bytes: int, num_slots: int = NUM_SLOTS) -> None:
         self.bucket_bytes = bucket_bytes
         self.descriptors: list[int] = []
         self.staging: Tensor | None = None
         try:
-            for _ in range(NUM_SLOTS):
+            for _ in range(num_slots):
                 self.descriptors.append(_allocate(bucket_bytes))
             self.slots = [_map(descriptor, bucket_bytes) for descriptor in self.descriptors]
         except BaseException:
@@ -94,11 +98,14 @@ class SharedMemorySend:
         bucket[:used].copy_(self.staging[:used])  # returns when the bytes are in host memory
         return bucket
 
-    def filled(self, slot: int) -> dict[str, Any]:
-        return {}
+    def opened(self, message: dict[str, Any]) -> None:
+        return None
 
     def freed(self, slot: int) -> None:
         return None
+
+    def mark(self, slot: int) -> None:
+        """What was written before is what the other process sees: true of host memory at any time."""
 
     def close(self) -> None:
         self.slots = []
@@ -116,6 +123,9 @@ class SharedMemoryReceive:
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
+
+    def answer(self) -> dict[str, Any]:
+        return {}
 
     def read(self, slot: int) -> Tensor:
         return self.slots[slot]
@@ -165,7 +175,7 @@ def _allocate(size: int) -> int:
         os.close(descriptor)
         if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
             raise WeightError(
-                f"no room for {NUM_SLOTS} buckets of {size / 2**30:.3g} GiB shared memory ({os.strerror(error.errno)}): "
+                f"no room for {size / 2**30:.3g} GiB of shared memory ({os.strerror(error.errno)}); there are two buckets: "
                 "lower rollout.bucket_gib"
             ) from error
         raise

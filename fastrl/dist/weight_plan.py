@@ -105,6 +105,11 @@ def plan_buckets(manifest: Sequence[TensorSpec], bucket_bytes: int) -> list[Buck
     return buckets
 
 
+def names_of(spec: TensorSpec, manifest: Iterable[TensorSpec]) -> list[str]:
+    """Every name under which a tensor is wanted: its own, then those tied to it."""
+    return [spec.name, *(other.name for other in manifest if other.same_as == spec.name)]
+
+
 def compare_manifests(offered: Iterable[TensorSpec], expected: Iterable[TensorSpec]) -> str | None:
     """What differs between what is sent and what the engine expects, in words; None when they agree.
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastrl.dist.weight_buckets import NUM_SLOTS, ReceiveBuckets, SharedMemoryReceive
-from fastrl.dist.weight_checksum import checksum
-from fastrl.dist.weight_plan import TensorSpec, compare_manifests
+from fastrl.dist.weight_checksum import partial_checksum
+from fastrl.dist.weight_cuda import CudaIpcReceive
+from fastrl.dist.weight_plan import TensorSpec, compare_manifests, names_of
 from fastrl.dist.weight_wire import LineClosed, connect, remove_abandoned
 from fastrl.errors import WeightError
 
@@ -40,6 +41,8 @@ class WeightReceiver:
         self.version: int | None = None
         self.checksums: dict[str, int] = {}
         self.buckets: ReceiveBuckets | None = None
+        self.transport: str | None = None
+        self._sums: dict[str, Tensor] = {}
         self.verify = False
         self._state = "idle"  # idle -> begun -> ready -> idle
         hello = {"kind": "hello", "protocol": PROTOCOL, "pid": os.getpid(), "tied": tied}
@@ -61,7 +64,7 @@ class WeightReceiver:
                 raise WeightError(f"the trainer sent {message['kind']!r} where an update was expected")
         self.version = int(message["version"])
         self.manifest = [TensorSpec.from_json(fields) for fields in message["manifest"]]
-        self.verify, self.checksums, self._state = bool(message["verify"]), {}, "begun"
+        self.verify, self.checksums, self._sums, self._state = bool(message["verify"]), {}, {}, "begun"
         return self.version
 
     def check_manifest(self, expected: Iterable[TensorSpec]) -> None:
@@ -108,7 +111,7 @@ class WeightReceiver:
         try:
             self.line.send({"kind": "failed", "why": why})
         except LineClosed:
-            return  # nobody is left to be told
+            remove_abandoned(self.address)  # nobody is left to be told
 
     def close(self) -> None:
         """Close the line and unmap the buckets."""
@@ -117,9 +120,19 @@ class WeightReceiver:
             self.buckets.close()
 
     def _open(self, message: dict[str, Any]) -> None:
-        descriptors = self.line.receive_descriptors(NUM_SLOTS, self.timeout_s)
-        self.buckets = SharedMemoryReceive(descriptors, int(message["bucket_bytes"]))
-        self.line.send({"kind": "opened"})
+        self.transport = str(message["transport"])
+        try:
+            if self.transport == "cuda_ipc":
+                self.buckets = CudaIpcReceive(message)
+            else:
+                descriptors = self.line.receive_descriptors(NUM_SLOTS, self.timeout_s)
+                self.buckets = SharedMemoryReceive(descriptors, int(message["bucket_bytes"]))
+        except LineClosed:
+            raise
+        except (WeightError, OSError, RuntimeError) as error:
+            self.line.send({"kind": "cannot", "why": str(error)})
+            return
+        self.line.send({"kind": "opened", **self.buckets.answer()})
 
     def _bucket(self, message: dict[str, Any], whole: dict[int, Tensor]) -> Iterator[tuple[str, Tensor]]:
         assert self.buckets is not None
@@ -137,21 +150,19 @@ class WeightReceiver:
                 whole[index][start : start + count].copy_(piece)
             if start + count == spec.numel:
                 tensor = whole.pop(index, piece).view(spec.shape)
-                for name in self._names(spec):
+                for name in names_of(spec, self.manifest):
                     yield name, tensor
             if self.verify:
                 # after the engine has read it: a bucket that was overwritten under its eyes shows
-                summed = self.checksums.get(spec.name, 0) + checksum(data, start * size)
-                self.checksums[spec.name] = summed % 2**64
+                part = partial_checksum(data, start * size)
+                self._sums[spec.name] = self._sums[spec.name] + part if start else part
         self.line.send({"kind": "free", "slot": slot, **self.buckets.release(slot)})
-
-    def _names(self, spec: TensorSpec) -> Sequence[str]:
-        return [spec.name, *(other.name for other in self.manifest if other.same_as == spec.name)]
 
     def _finish(self, message: dict[str, Any]) -> None:
         if message["kind"] != "end":
             raise WeightError(f"the trainer sent {message['kind']!r} in the middle of an update")
         sent = message["checksums"]
+        self.checksums = {name: int(value) % 2**64 for name, value in self._sums.items()}
         self.line.send({"kind": "done", "checksums": self.checksums})
         if sent is not None and sent != self.checksums:
             raise WeightError(differing(sent, self.checksums))

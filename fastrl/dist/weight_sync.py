@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,17 @@ from torch import Tensor, nn
 
 from fastrl.dist.weight_buckets import NUM_SLOTS, SendBuckets, SharedMemorySend
 from fastrl.dist.weight_checksum import partial_checksum
+from fastrl.dist.weight_cuda import CudaIpcSend, cuda_ipc_problem
+from fastrl.dist.weight_local import LocalReceiver, one_by_one
 from fastrl.dist.weight_plan import Bucket, TensorSpec, plan_buckets
 from fastrl.dist.weight_receiver import PROTOCOL, WeightReceiver, differing
-from fastrl.dist.weight_source import Entry, ModelSource
+from fastrl.dist.weight_source import Gatherer, LoraMode, ModelSource
 from fastrl.dist.weight_wire import Door, Line, LineClosed
 from fastrl.errors import WeightError
 
-__all__ = ["Delivery", "TensorSpec", "WeightReceiver", "WeightSender"]
+__all__ = ["Delivery", "LocalReceiver", "TensorSpec", "WeightReceiver", "WeightRefused", "WeightSender"]
+
+TRANSPORTS = ("auto", "cuda_ipc", "shared_memory", "in_process")
 
 
 @dataclass(frozen=True)
@@ -36,21 +40,46 @@ class Delivery:
     version: int
     bytes: int
     seconds: float
-    checksums: dict[str, int] = field(default_factory=dict)  # empty when the update was not verified
+    checksums: dict[str, int] = field(default_factory=dict)  # by name; empty when the update was not verified
+    transport: str = ""
 
 
 class WeightRefused(WeightError):
     """The engine expects other tensors; nothing was sent."""
 
 
+class _Update:
+    """One update under way: what is sent, in which buckets."""
+
+    def __init__(self, source: ModelSource, version: int, verify: bool, bucket_bytes: int | None) -> None:
+        self.version, self.verify = version, verify
+        entries = source.entries()
+        self.specs = source.specs(entries)
+        self.plan = one_by_one(self.specs) if bucket_bytes is None else plan_buckets(self.specs, bucket_bytes)
+        gatherer = Gatherer(entries, self.specs)
+        self.collective = gatherer.collective
+        self.walk = gatherer.walk(self.plan)
+        self.bytes = sum(spec.num_bytes for spec in self.specs if spec.same_as is None)
+
+    def drain(self) -> None:
+        """Take part in the gathers that are left: the other ranks' engines still want their weights."""
+        if self.collective:
+            for _ in self.walk:
+                pass
+
+
 class WeightSender:
     """Sends a model's weights to the receiver that connects to `address` with `token`.
 
+    Every rank has its own sender and its own engine; with a sharded model all ranks call `send` together.
+
     Args:
-        model: the policy; its parameters are read anew at each update.
-        transport: shared_memory.
+        model: the policy; its parameters are looked up anew at each update.
+        transport: `shared_memory`, `cuda_ipc`, `in_process` (see `attach`), or `auto`: CUDA IPC where the weights are on
+            a GPU and both ends can, else shared memory. `fallback` says why it was not CUDA IPC.
         bucket_bytes: size of each of the two staging buckets.
         dtype: type that float tensors travel in, the engine's; None keeps each tensor's own.
+        lora: what is sent of a model with adapters: `merged` weights or the `adapter` alone.
         verify: whether checksums are compared, unless `send` says otherwise.
         folder: where the socket's private folder is made; None takes the system's temporary folder.
         timeout_s: longest silence of the engine that is waited for, in seconds.
@@ -60,20 +89,40 @@ class WeightSender:
         self,
         model: nn.Module,
         *,
-        transport: str = "shared_memory",
+        transport: str = "auto",
         bucket_bytes: int = 256 << 20,
         dtype: torch.dtype | None = None,
+        lora: LoraMode = "merged",
         verify: bool = True,
         folder: str | Path | None = None,
         timeout_s: float = 300.0,
     ) -> None:
-        self.source = ModelSource(model, dtype)
-        self.transport, self.bucket_bytes = transport, bucket_bytes
+        if transport not in TRANSPORTS:
+            raise WeightError(f"transport = {transport}: expected one of {', '.join(TRANSPORTS)}")
+        self.source = ModelSource(model, dtype, lora=lora)
+        self.requested, self.bucket_bytes = transport, bucket_bytes
         self.verify, self.timeout_s = verify, timeout_s
+        self.fallback: str | None = None
+        self.load: Callable[[LocalReceiver], None] | None = None
         self.line: Line | None = None
         self.buckets: SendBuckets | None = None
-        self.door = Door(folder)
-        self.address, self.token = self.door.address, self.door.token
+        self.door = None if transport == "in_process" else Door(folder)
+        self.address = self.door.address if self.door else ""
+        self.token = self.door.token if self.door else ""
+
+    @property
+    def transport(self) -> str:
+        """The transport in use; the requested one before a receiver has connected."""
+        return self.buckets.kind if self.buckets is not None else self.requested
+
+    def attach(self, load: Callable[[LocalReceiver], None], *, tied: bool = False) -> None:
+        """Name the function that loads an update in this process (transport `in_process`).
+
+        Args:
+            load: calls `check_manifest(expected)` and reads `tensors()` of the receiver that it is given, to the end.
+            tied: whether tied parameters are wanted under each of their names.
+        """
+        self.load, self.source.tied = load, tied
 
     def manifest(self) -> list[TensorSpec]:
         """What an update sends: names, shapes and types."""
@@ -87,19 +136,135 @@ class WeightSender:
             verify: whether checksums are compared; None takes the sender's setting.
 
         Raises:
-            WeightError: no receiver, the engine refused or died, or received other bytes than were sent.
+            WeightError: no receiver, the engine refused or died, or received other bytes than were sent. The other
+                ranks of a sharded model are not held up.
         """
         started = time.monotonic()
         verify = self.verify if verify is None else verify
-        line, entries, specs = self._open(version, verify)
+        update = _Update(self.source, version, verify, None if self.door is None else self.bucket_bytes)
+        try:
+            if self.door is None:
+                checksums = self._send_here(update)
+            else:
+                line, update = self._announce(update)
+                checksums = self._send_there(line, update)
+        except WeightError:
+            update.drain()
+            raise
+        return Delivery(version, update.bytes, time.monotonic() - started, checksums, self.transport)
+
+    def close(self) -> None:
+        """Close the line, give the buckets back and remove the socket."""
+        self._drop()
+        if self.buckets is not None:
+            self.buckets.close()
+            self.buckets = None
+        if self.door is not None:
+            self.door.close()
+
+    def __enter__(self) -> WeightSender:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _send_here(self, update: _Update) -> dict[str, int]:
+        if self.load is None:
+            raise WeightError("in_process: attach() names the function that loads an update; call it first")
+        receiver = LocalReceiver(update.version, update.specs, update.walk, update.verify)
+        self.load(receiver)
+        if not receiver.finished:
+            raise WeightError(f"the engine did not read the update to version {update.version} to its end")
+        if receiver.sent != receiver.checksums:
+            raise WeightError(differing(receiver.sent, receiver.checksums))
+        return receiver.sent
+
+    def _announce(self, update: _Update) -> tuple[Line, _Update]:
+        """A line with the update announced; one whose engine was restarted since is replaced by the new engine's."""
+        for attempt in range(2):
+            if self.line is None:
+                self.line = self._accept()
+                update = _Update(self.source, update.version, update.verify, self.bucket_bytes)
+            fields = [spec.to_json() for spec in update.specs]
+            try:
+                self.line.send(
+                    {"kind": "update", "version": update.version, "manifest": fields, "verify": update.verify}
+                )
+                return self.line, update
+            except LineClosed:
+                self._drop()
+                if attempt:
+                    raise
+        raise AssertionError("unreachable")
+
+    def _accept(self) -> Line:
+        """The next engine that connects, with the buckets opened."""
+        assert self.door is not None
+        line, hello = self.door.accept(self.timeout_s)
+        if hello.get("protocol") != PROTOCOL:
+            line.close()
+            raise WeightError(f"the engine speaks protocol {hello.get('protocol')}, the trainer {PROTOCOL}")
+        self.source.tied = bool(hello.get("tied"))
+        if self.buckets is not None:
+            self._offer(line, self.buckets)
+            return line
+        for kind in self._candidates():
+            try:
+                buckets = self._make(kind)
+                try:
+                    self._offer(line, buckets)
+                except BaseException:
+                    buckets.close()
+                    raise
+                self.buckets = buckets
+                return line
+            except LineClosed:
+                raise
+            except WeightError as error:
+                if kind == "shared_memory" or self.requested != "auto":
+                    line.close()
+                    raise
+                self.fallback = str(error)
+        raise AssertionError("unreachable")
+
+    def _candidates(self) -> list[str]:
+        if self.requested != "auto":
+            return [self.requested]
+        self.fallback = cuda_ipc_problem(self._device())
+        return ["shared_memory"] if self.fallback else ["cuda_ipc", "shared_memory"]
+
+    def _make(self, kind: str) -> SendBuckets:
+        if kind == "shared_memory":
+            return SharedMemorySend(self.bucket_bytes)
+        problem = cuda_ipc_problem(self._device())
+        if problem is not None:
+            raise WeightError(f"rollout.weight_transport = cuda_ipc: {problem}; use auto or shared_memory")
+        return CudaIpcSend(self.bucket_bytes, self._device())
+
+    def _device(self) -> torch.device:
+        return next((p.device for p in self.source.model.parameters()), torch.device("cpu"))
+
+    def _offer(self, line: Line, buckets: SendBuckets) -> None:
+        fields, descriptors = buckets.offer()
+        line.send({"kind": "buckets", **fields}, descriptors)
+        answer = self._answer(line, ("opened", "cannot"))
+        if answer["kind"] == "cannot":
+            raise WeightError(f"the engine cannot open the buckets: {answer['why']}")
+        buckets.opened(answer)
+
+    def _send_there(self, line: Line, update: _Update) -> dict[str, int]:
+        version = update.version
         try:
             refusal = self._answer(line, ("ready", "refused")).get("why")
             if refusal is not None:
                 raise WeightRefused(f"update to version {version} refused: {refusal}")
-            sums = self._send_buckets(line, entries, specs, verify)
-            checksums = {specs[i].name: int(value) % 2**64 for i, value in sums.items()}
-            line.send({"kind": "end", "checksums": checksums if verify else None})
+            sums = self._send_buckets(line, update)
+            checksums = {update.specs[i].name: int(value) % 2**64 for i, value in sums.items()}
+            line.send({"kind": "end", "checksums": checksums if update.verify else None})
             received = self._answer(line, ("done",))["checksums"]
+            if received != checksums:
+                raise WeightError(differing(checksums, received))
+            return checksums
         except LineClosed as error:
             why = last_words(line)
             self._drop()
@@ -110,87 +275,25 @@ class WeightSender:
             ) from error
         except WeightRefused:
             raise  # nothing was sent: the line is as it was
-        except WeightError as error:
+        except BaseException as error:
             self._stop(line, error)
             raise
-        if verify and received != checksums:
-            raise WeightError(differing(checksums, received))
-        moved = sum(spec.num_bytes for spec in specs if spec.same_as is None)
-        return Delivery(version, moved, time.monotonic() - started, checksums if verify else {})
 
-    def close(self) -> None:
-        """Close the line, give the buckets back and remove the socket."""
-        self._drop()
-        if self.buckets is not None:
-            self.buckets.close()
-            self.buckets = None
-        self.door.close()
-
-    def __enter__(self) -> WeightSender:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def _open(self, version: int, verify: bool) -> tuple[Line, list[Entry], list[TensorSpec]]:
-        """A line with the update announced; one whose engine was restarted since is replaced by the new engine's."""
-        for attempt in range(2):
-            line = self.line or self._accept()
-            entries = self.source.entries()
-            specs = self.source.specs(entries)
-            fields = [spec.to_json() for spec in specs]
-            try:
-                line.send({"kind": "update", "version": version, "manifest": fields, "verify": verify})
-                return line, entries, specs
-            except LineClosed:
-                self._drop()
-                if attempt:
-                    raise
-        raise AssertionError("unreachable")
-
-    def _accept(self) -> Line:
-        line, hello = self.door.accept(self.timeout_s)
-        if hello.get("protocol") != PROTOCOL:
-            line.close()
-            raise WeightError(f"the engine speaks protocol {hello.get('protocol')}, the trainer {PROTOCOL}")
-        self.source.tied = bool(hello.get("tied"))
-        if self.buckets is None:
-            self.buckets = SharedMemorySend(self.bucket_bytes)
-        fields, descriptors = self.buckets.offer()
-        line.send({"kind": "buckets", **fields}, descriptors)
-        self._answer(line, ("opened",))
-        self.line = line
-        return line
-
-    def _send_buckets(
-        self, line: Line, entries: Sequence[Entry], specs: Sequence[TensorSpec], verify: bool
-    ) -> dict[int, Tensor]:
-        """Pack and announce every bucket; returns the checksum of each tensor, on its device."""
+    def _send_buckets(self, line: Line, update: _Update) -> dict[int, Tensor]:
+        """Fill and announce every bucket; returns the checksum of each tensor, on its device."""
         assert self.buckets is not None
         sums: dict[int, Tensor] = {}
-        plan = plan_buckets(specs, self.bucket_bytes)
-        for number, bucket in enumerate(plan):
+        for number, (bucket, parts) in enumerate(update.walk):
             slot = number % NUM_SLOTS
             if number >= NUM_SLOTS:
                 self._wait_free(line, slot)
-            room = self._pack(slot, bucket, entries, specs)
-            if verify:
-                add_checksums(sums, room, bucket, specs)
-            pieces = [piece.to_json() for piece in bucket]
-            line.send({"kind": "bucket", "slot": slot, "pieces": pieces, **self.buckets.filled(slot)})
-        for number in range(max(0, len(plan) - NUM_SLOTS), len(plan)):
+            room = self.buckets.fill(slot, parts)
+            line.send({"kind": "bucket", "slot": slot, "pieces": [piece.to_json() for piece in bucket]})
+            if update.verify:
+                add_checksums(sums, room, bucket, update.specs)  # while the engine reads it, too
+        for number in range(max(0, len(update.plan) - NUM_SLOTS), len(update.plan)):
             self._wait_free(line, number % NUM_SLOTS)
         return sums
-
-    def _pack(self, slot: int, bucket: Bucket, entries: Sequence[Entry], specs: Sequence[TensorSpec]) -> Tensor:
-        assert self.buckets is not None
-        parts = []
-        for piece in bucket:
-            dtype = specs[piece.index].dtype
-            assert dtype is not None
-            flat = entries[piece.index].tensor.detach().reshape(-1)
-            parts.append((flat[piece.start : piece.start + piece.count], dtype, piece.offset))
-        return self.buckets.fill(slot, parts)
 
     def _wait_free(self, line: Line, slot: int) -> None:
         answer = self._answer(line, ("free",))
@@ -207,10 +310,10 @@ class WeightSender:
             raise WeightError(f"the engine sent {message['kind']!r} where {' or '.join(kinds)} was expected")
         return message
 
-    def _stop(self, line: Line, error: WeightError) -> None:
+    def _stop(self, line: Line, error: BaseException) -> None:
         """End an update that failed here; the line is dropped, because what was under way on it is unknown."""
         with contextlib.suppress(LineClosed):
-            line.send({"kind": "stop", "why": str(error)})
+            line.send({"kind": "stop", "why": str(error) or type(error).__name__})
         self._drop()
 
     def _drop(self) -> None:

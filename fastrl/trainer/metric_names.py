@@ -87,6 +87,7 @@ METRICS: dict[str, str] = {
     "mismatch/k3/max": "largest w - 1 - log w of a token, nats; maximum over sampled tokens",
     "mismatch/abs/mean": "absolute difference of the two log-probs, nats; mean over sampled tokens",
     "mismatch/max": "largest absolute difference of the two log-probs, nats; maximum over sampled tokens",
+    "mismatch/probe": "difference of engine and trainer log-probs on a greedy response after an update, nats; mean over its tokens, maximum over updates and ranks",
     "mismatch/ess": "effective sample size of the correction weights, fraction of the tokens (1 is ideal); over the step",
     "mismatch/ppl_ratio": "perplexity under the trainer over perplexity under the engine, ratio; mean over samples",
     "mismatch/chi2": "chi-squared divergence E[w^2] - 1, pure number; mean over sampled tokens",

@@ -1,0 +1,60 @@
+"""A delivery inside one process: the engine reads the tensors one by one, nothing is staged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from fastrl.dist.weight_checksum import partial_checksum
+from fastrl.dist.weight_plan import Bucket, Piece, TensorSpec, compare_manifests, names_of
+from fastrl.dist.weight_source import Part
+from fastrl.errors import WeightError
+
+
+class LocalReceiver:
+    """One update as the engine of the same process sees it; the methods are those of `WeightReceiver`."""
+
+    def __init__(
+        self, version: int, specs: Sequence[TensorSpec], walk: Iterator[tuple[Bucket, list[Part]]], verify: bool
+    ) -> None:
+        self.version, self.manifest, self.verify, self.walk = version, list(specs), verify, walk
+        self.checksums: dict[str, int] = {}
+        self.sent: dict[str, int] = {}
+        self.ready = self.finished = False
+        self._sums: list[tuple[str, Tensor, Tensor]] = []  # name, as given, as it was when the engine had read it
+
+    def check_manifest(self, expected: Iterable[TensorSpec]) -> None:
+        """Compare what is coming with what the engine expects; raises WeightError when they differ."""
+        problem = compare_manifests(self.manifest, expected)
+        if problem is not None:
+            raise WeightError(f"update to version {self.version} refused: {problem}")
+        self.ready = True
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of the update, each valid until the loop advances."""
+        if not self.ready:
+            raise WeightError("tensors() needs check_manifest() before it")
+        for (piece,), ((flat, dtype, _),) in self.walk:
+            yield from self._tensor(self.manifest[piece.index], flat.to(dtype).contiguous())
+        for name, given, seen in self._sums:
+            self.sent[name], self.checksums[name] = int(given) % 2**64, int(seen) % 2**64
+        self.finished = True
+
+    def _tensor(self, spec: TensorSpec, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
+        data = flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
+        given = partial_checksum(data) if self.verify else None
+        for name in names_of(spec, self.manifest):
+            yield name, flat.view(spec.shape)
+        if given is not None:
+            self._sums.append((spec.name, given, partial_checksum(data)))
+
+    def fail(self, why: str) -> None:
+        """End the update with a reason."""
+        raise WeightError(f"the engine could not load the update: {why}")
+
+
+def one_by_one(specs: Sequence[TensorSpec]) -> list[Bucket]:
+    """A plan of whole tensors."""
+    return [(Piece(i, 0, spec.numel, 0),) for i, spec in enumerate(specs) if spec.same_as is None]
