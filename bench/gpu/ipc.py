@@ -205,7 +205,12 @@ def by_buckets(policy: SyntheticPolicy, peer: Peer, device: str, mib: int, verif
     """Updates through two buckets; milliseconds of each, until the engine has loaded everything."""
     transport = "cuda_ipc" if device == "cuda" else "shared_memory"
     with WeightSender(
-        policy, transport=transport, bucket_bytes=mib << 20, dtype=DTYPE, verify=verify, timeout_s=WAIT_S
+        policy,
+        transport=transport,
+        bucket_bytes=mib << 20,
+        dtype=DTYPE,
+        verify="always" if verify else "off",
+        timeout_s=WAIT_S,
     ) as sender:
         peer.start("buckets", sender.address, sender.token, UPDATES + 1)
         times = []

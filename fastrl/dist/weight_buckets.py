@@ -168,6 +168,8 @@ def _pack_run(parts: Sequence[tuple[Tensor, torch.dtype, int]], room: Tensor, dt
 
 def _allocate(size: int) -> int:
     """Anonymous shared memory with its pages reserved, so that a lack of room shows here and not as a bus error."""
+    if not hasattr(os, "memfd_create"):
+        raise WeightError("shared memory for an engine process needs Linux: use an engine in the trainer's process")
     descriptor = os.memfd_create("fastrl-weights", os.MFD_CLOEXEC)
     try:
         os.posix_fallocate(descriptor, 0, size)

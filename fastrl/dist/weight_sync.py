@@ -25,6 +25,7 @@ from fastrl.dist.weight_local import LocalReceiver, one_by_one
 from fastrl.dist.weight_plan import Bucket, TensorSpec, plan_buckets
 from fastrl.dist.weight_receiver import PROTOCOL, WeightReceiver, differing
 from fastrl.dist.weight_source import Gatherer, LoraMode, ModelSource
+from fastrl.dist.weight_verify import VerifySchedule
 from fastrl.dist.weight_wire import Door, Line, LineClosed
 from fastrl.errors import WeightError
 
@@ -51,8 +52,8 @@ class WeightRefused(WeightError):
 class _Update:
     """One update under way: what is sent, in which buckets."""
 
-    def __init__(self, source: ModelSource, version: int, verify: bool, bucket_bytes: int | None) -> None:
-        self.version, self.verify = version, verify
+    def __init__(self, source: ModelSource, version: int, bucket_bytes: int | None) -> None:
+        self.version, self.verify = version, True
         entries = source.entries()
         self.specs = source.specs(entries)
         self.plan = one_by_one(self.specs) if bucket_bytes is None else plan_buckets(self.specs, bucket_bytes)
@@ -80,7 +81,7 @@ class WeightSender:
         bucket_bytes: size of each of the two staging buckets.
         dtype: type that float tensors travel in, the engine's; None keeps each tensor's own.
         lora: what is sent of a model with adapters: `merged` weights or the `adapter` alone.
-        verify: whether checksums are compared, unless `send` says otherwise.
+        verify: which updates have their checksums compared: `always`, `first` (to each engine process), `every K`, `off`.
         folder: where the socket's private folder is made; None takes the system's temporary folder.
         timeout_s: longest silence of the engine that is waited for, in seconds.
     """
@@ -93,7 +94,7 @@ class WeightSender:
         bucket_bytes: int = 256 << 20,
         dtype: torch.dtype | None = None,
         lora: LoraMode = "merged",
-        verify: bool = True,
+        verify: str = "always",
         folder: str | Path | None = None,
         timeout_s: float = 300.0,
     ) -> None:
@@ -101,7 +102,7 @@ class WeightSender:
             raise WeightError(f"transport = {transport}: expected one of {', '.join(TRANSPORTS)}")
         self.source = ModelSource(model, dtype, lora=lora)
         self.requested, self.bucket_bytes = transport, bucket_bytes
-        self.verify, self.timeout_s = verify, timeout_s
+        self.schedule, self.timeout_s = VerifySchedule(verify), timeout_s
         self.fallback: str | None = None
         self.load: Callable[[LocalReceiver], None] | None = None
         self.line: Line | None = None
@@ -133,20 +134,20 @@ class WeightSender:
 
         Args:
             version: number of the update, as `policy_version`.
-            verify: whether checksums are compared; None takes the sender's setting.
+            verify: whether checksums are compared; None asks the sender's schedule.
 
         Raises:
             WeightError: no receiver, the engine refused or died, or received other bytes than were sent. The other
                 ranks of a sharded model are not held up.
         """
         started = time.monotonic()
-        verify = self.verify if verify is None else verify
-        update = _Update(self.source, version, verify, None if self.door is None else self.bucket_bytes)
+        update = _Update(self.source, version, None if self.door is None else self.bucket_bytes)
         try:
             if self.door is None:
+                update.verify = self.schedule.due() if verify is None else verify
                 checksums = self._send_here(update)
             else:
-                line, update = self._announce(update)
+                line, update = self._announce(update, verify)
                 checksums = self._send_there(line, update)
         except WeightError:
             update.drain()
@@ -155,6 +156,8 @@ class WeightSender:
 
     def close(self) -> None:
         """Close the line, give the buckets back and remove the socket."""
+        if self.line is not None and self.transport == "cuda_ipc":
+            self.line.hang_up(2.0)  # GPU memory must not be freed while the engine maps it
         self._drop()
         if self.buckets is not None:
             self.buckets.close()
@@ -179,12 +182,14 @@ class WeightSender:
             raise WeightError(differing(receiver.sent, receiver.checksums))
         return receiver.sent
 
-    def _announce(self, update: _Update) -> tuple[Line, _Update]:
+    def _announce(self, update: _Update, verify: bool | None) -> tuple[Line, _Update]:
         """A line with the update announced; one whose engine was restarted since is replaced by the new engine's."""
         for attempt in range(2):
             if self.line is None:
                 self.line = self._accept()
-                update = _Update(self.source, update.version, update.verify, self.bucket_bytes)
+                self.schedule.restart()
+                update = _Update(self.source, update.version, self.bucket_bytes)
+            update.verify = self.schedule.due() if verify is None else verify
             fields = [spec.to_json() for spec in update.specs]
             try:
                 self.line.send(

@@ -98,6 +98,15 @@ class Line:
             missing -= len(data)
         return b"".join(parts)
 
+    def hang_up(self, patience_s: float) -> None:
+        """Say that nothing more comes, and wait a while for the peer to close its end."""
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_WR)
+            self.connection.settimeout(patience_s)
+            while self.connection.recv(1 << 16):
+                pass
+        self.close()
+
     def close(self) -> None:
         """Close this end; the peer notices."""
         self.connection.close()

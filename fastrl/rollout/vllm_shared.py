@@ -2,7 +2,8 @@
 
 The model is built as usual, so that its buffers (rotary tables) are right; then each parameter is replaced by the
 shared tensor of its name. vLLM's post-processing runs in the mode of its own `ipc_cache` loader, which leaves tensors
-alone. Afterwards every parameter must still be the shared memory: a device on which vLLM repacks weights is refused.
+alone; on a CPU, where it would pack them, its plain products are used. Afterwards every parameter must still be the
+shared memory.
 """
 
 from __future__ import annotations
@@ -61,12 +62,15 @@ def use_shared_weights(accept: Accept, num_bytes: int) -> str:
             check_ipc_quant_support(model)
             self.tensors = accept(wanted_of(model))
             put_in(model, self.tensors)
+            for module in model.modules():
+                module._cpu_skip_gemm_dispatch = True  # type: ignore[assignment]
 
         def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> nn.Module:
             from vllm.model_executor.utils import weights_already_processed
 
             with weights_already_processed():
                 model = super().load_model(vllm_config, model_config, prefix)
+            compute_unpacked(model)
             refuse_copies(model, self.tensors)
             return model
 
@@ -91,6 +95,13 @@ def put_in(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         if id(parameter) not in replaced:
             replaced[id(parameter)] = (parameter, nn.Parameter(tensors[name], requires_grad=False))
         module._parameters[leaf] = replaced[id(parameter)][1]
+
+
+def compute_unpacked(model: nn.Module) -> None:
+    """On a CPU: products read the weights themselves, not a packed copy that would never see an update."""
+    for module in model.modules():
+        if hasattr(module, "cpu_linear"):
+            module.cpu_linear = torch.nn.functional.linear  # type: ignore[assignment]
 
 
 def refuse_copies(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:

@@ -14,6 +14,7 @@ from fastrl.data.prompts import Prompt
 from fastrl.dist.weight_verify import VerifySchedule
 from fastrl.errors import WeightError
 from fastrl.rollout.engine import Engine, GenerationRequest, SamplingParams
+from fastrl.rollout.native import NativeEngine
 from fastrl.trainer.actor import PolicyModel
 from fastrl.trainer.generation import ScoredSample, build_batch
 from fastrl.trainer.metrics import Metrics
@@ -82,3 +83,10 @@ class DeliveryProbe:
         batch = build_batch([scored]).to(device)
         ours = self.policy.log_prob(batch, pack(batch, max_tokens=len(ids) + self.num_tokens))["log_prob"]
         return float((ours - batch.need("rollout_log_prob")).abs().mean())
+
+
+def make_probe(engine: Engine, policy: PolicyModel, prompt: Prompt, verify_weights: str) -> DeliveryProbe | None:
+    """The probe of a run; None for an engine that uses the trainer's own weights, or when it is off."""
+    if isinstance(engine, NativeEngine) or verify_weights == "off":
+        return None
+    return DeliveryProbe(engine, policy, prompt, VerifySchedule(verify_weights))

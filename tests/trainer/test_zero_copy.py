@@ -339,3 +339,93 @@ def test_the_layout_is_vllms_own(tmp_path):
     assert lines, run.stderr[-3000:]
     for folder, (have, ours) in zip(folders, json.loads(lines[0][7:]), strict=True):
         assert have == ours, folder
+
+
+ENGINE = """
+import json, os, sys
+os.environ.update(HF_HUB_OFFLINE="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+import torch
+from vllm import LLM, SamplingParams
+from fastrl.dist.weight_plan import TensorSpec
+from fastrl.dist.zero_copy import SharedWeightsReceiver
+from fastrl.rollout.vllm_shared import use_shared_weights
+address, token, folder = sys.argv[1:]
+receiver = SharedWeightsReceiver(address, token, timeout_s=60)
+load_format = use_shared_weights(
+    lambda wanted: receiver.accept([TensorSpec(*fields) for fields in wanted]), receiver.layout.num_bytes)
+llm = LLM(model=folder, load_format=load_format, dtype="float32", skip_tokenizer_init=True, max_model_len=64,
+          kv_cache_memory_bytes=1 << 24, enforce_eager=True)
+for _ in range(3):
+    version = receiver.wait(120)
+    llm.reset_prefix_cache()
+    params = SamplingParams(temperature=0, max_tokens=12, logprobs=0, ignore_eos=True, detokenize=False)
+    (out,) = llm.generate([{"prompt_token_ids": [5, 9, 4, 30, 8]}], params, use_tqdm=False)
+    tokens = list(out.outputs[0].token_ids)
+    logprobs = [position[t].logprob for position, t in zip(out.outputs[0].logprobs, tokens)]
+    print("RESULT " + json.dumps([version, tokens, logprobs]), flush=True)
+"""
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+@pytest.mark.parametrize("tied", [True, False])
+def test_vllm_computes_with_the_trainers_own_memory(tmp_path, tied):
+    """Real vLLM on the CPU: greedy tokens and log-probs are Hugging Face's after every update, and no byte moves."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=131,
+        hidden_size=128,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=256,
+        tie_word_embeddings=tied,
+    )
+    model = Qwen2ForCausalLM(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.2 + ("norm" in name))
+    model.save_pretrained(tmp_path / "model")
+    shared = SharedWeights(model, dtype=torch.float32, timeout_s=120)
+    command = [sys.executable, "-c", ENGINE, shared.address, shared.token, str(tmp_path / "model")]
+    with (
+        open(tmp_path / "errors", "w+") as errors,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as engine,
+    ):
+        try:
+            seen = []
+            for version in (1, 2, 3):
+                try:
+                    assert shared.publish(version, verify=True).bytes == 0
+                except WeightError as error:
+                    raise AssertionError((tmp_path / "errors").read_text()[-3000:]) from error
+                line = next((x for x in engine.stdout if x.startswith("RESULT ")), None)
+                assert line is not None, (tmp_path / "errors").read_text()[-3000:]
+                got_version, tokens, logprobs = json.loads(line[7:])
+                want_tokens, want_logprobs = greedy(model, [5, 9, 4, 30, 8], 12)
+                assert got_version == version and tokens == want_tokens
+                assert max(abs(a - b) for a, b in zip(logprobs, want_logprobs)) < 1e-4
+                seen.append(tokens)
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.add_(torch.randn_like(parameter) * 0.05)
+            assert seen[0] != seen[1] != seen[2]
+        finally:
+            engine.kill()
+    shared.close()
+
+
+@torch.no_grad()
+def greedy(model, ids, count):
+    """Tokens and log-probs by ordinary forward passes."""
+    tokens, log_probs = [], []
+    for _ in range(count):
+        row = torch.log_softmax(model(torch.tensor([[*ids, *tokens]])).logits[0, -1].double(), -1)
+        tokens.append(int(row.argmax()))
+        log_probs.append(float(row[tokens[-1]]))
+    return tokens, log_probs
