@@ -34,7 +34,7 @@ def train_settings(model: str, case: str, folder) -> dict:
     options = argparse.Namespace(
         model=model, case=case, steps=ROUNDS, warmup=1, seed=0, no_correction=True, trl_python=None
     )
-    settings = settings_of(options, str(folder)) | {"reward": "bench.e2e.tasks:even_sum", "ignore_eos": True}
+    settings = settings_of(options, str(folder)) | {"reward": "python:bench.e2e.tasks:even_sum", "ignore_eos": True}
     path = folder / "rollouts.json"
     record(settings, path)
     return settings | {"recorded": str(path), "generation_kwargs": None}
