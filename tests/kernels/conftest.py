@@ -21,6 +21,7 @@ def poison_new_tensors():
     warn = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.manual_seed(0)
     yield
     torch.use_deterministic_algorithms(before, warn_only=warn)
 
