@@ -22,6 +22,14 @@ class LogProbs(_Pair):
 
     sum_sq: torch.Tensor | None = None
 
+    @property
+    def log_prob(self) -> torch.Tensor:
+        return self[0]  # torch.compile of 2.12 cannot read a named field of a subclass, but this it can
+
+    @property
+    def entropy(self) -> torch.Tensor | None:
+        return self[1]
+
     def __new__(
         cls, log_prob: torch.Tensor, entropy: torch.Tensor | None = None, sum_sq: torch.Tensor | None = None
     ) -> LogProbs:
