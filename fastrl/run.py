@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +20,7 @@ from fastrl.dist.checkpoint import CheckpointManager, load_checkpoint
 from fastrl.dist.collectives import on_rank_zero, rank, world_size
 from fastrl.dist.failure import Whereabouts, reporting
 from fastrl.dist.mesh import mesh_shape, place, process_group
-from fastrl.errors import EXIT_FAILURE, EXIT_INTERRUPTED, FastRLError
+from fastrl.errors import EXIT_FAILURE, EXIT_INTERRUPTED, FastRLError, Terminated, TrainingError
 from fastrl.report.run_logger import RunLogger
 from fastrl.rollout.records import RolloutWriter
 from fastrl.trainer.metrics import Metrics
@@ -47,7 +49,7 @@ def run_training(loaded: LoadedConfig, *, resume: str | None = None, dry_run: bo
     if place() is None and (number := number_of_processes(config)) > 1:
         return start_ranks(loaded, resume, number)
     with process_group(resolve_device(config.run.device), config.parallel.timeout_s) as store:
-        whereabouts = Whereabouts(store, rank())
+        whereabouts = Whereabouts(store, rank(), world_size())
         with reporting(whereabouts):
             return run_rank(loaded, resume, whereabouts)
 
@@ -189,25 +191,74 @@ def train(
 
         def checkpoint(score: float | None) -> None:
             assert trainer is not None
-            save(trainer, manager, {"logger": logger.state_dict()}, score)
-            logger.info(f"saved step {trainer.step_number} in {manager.folder}")
+            later = config.run.async_checkpoint
+            save(trainer, manager, {"logger": logger.state_dict()}, score, later=later)
+            logger.info(f"{'saving' if later else 'saved'} step {trainer.step_number} in {manager.folder}")
 
-        trainer = Trainer(parts, logger, writer, checkpoint)
+        stop = StopRequest()
+        trainer = Trainer(parts, logger, writer, checkpoint, stop)
         logger.plan([*describe(config), *part_lines(parts)])
         if resume_from is not None:
             restore(trainer, manager, resume_from)
             logger.info(f"resumed at step {trainer.step_number} from {resume_from}")
-        interruptible(trainer, logger)
+        with stop:
+            try:
+                interruptible(trainer, logger, whereabouts)
+            except Terminated:
+                manager.finish()
+                raise
+            manager.finish()
 
 
-def interruptible(trainer: Trainer, logger: RunLogger) -> None:
-    """Run the loop; on Ctrl-C say where the run stands and how it goes on."""
+def interruptible(trainer: Trainer, logger: RunLogger, whereabouts: Whereabouts) -> None:
+    """Run the loop; on Ctrl-C say where the run stands and how it goes on, out of memory what to set."""
+    from torch import OutOfMemoryError
+
     try:
         trainer.fit()
+    except OutOfMemoryError as error:
+        raise out_of_memory(error, whereabouts.status.phase, trainer) from error
     except KeyboardInterrupt:
         step, again = trainer.step_number + 1, f"fastrl train ... --resume {logger.folder}"
         logger.info(f"interrupted in step {step}; `{again}` continues from the last checkpoint")
         raise
+
+
+def out_of_memory(error: Exception, phase: str, trainer: Trainer) -> FastRLError:
+    """The message of a device that is full: which phase, and which key to set to what."""
+    run, said = trainer.config.run, str(error).partition("\n")[0]
+    where = f"{phase}, step {trainer.step_number + 1}: {said}"
+    if phase in ("generate", "validate"):
+        return TrainingError(f"out of memory in {where}. Set rollout.kv_budget_tokens to bound the key/value cache")
+    largest = min(trainer.largest_microbatch, run.max_tokens_per_microbatch) or run.max_tokens_per_microbatch
+    return TrainingError(
+        f"out of memory in {where}. Set run.max_tokens_per_microbatch={max(1, largest // 2)} (it is "
+        f"{run.max_tokens_per_microbatch}, the largest micro-batch had {trainer.largest_microbatch} tokens), or "
+        "model.gradient_checkpointing=true"
+    )
+
+
+class StopRequest:
+    """Remembers that SIGTERM came, while the block runs; the loop looks at it after every step."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._before: Any = None
+
+    def __call__(self) -> bool:
+        return self.asked
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGTERM, self._note)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
+
+    def _note(self, number: int, frame: object) -> None:
+        self.asked = True
 
 
 def run_evaluation(loaded: LoadedConfig, *, checkpoint: str | Path | None = None) -> dict[str, float]:
@@ -252,11 +303,12 @@ def part_lines(parts: Parts) -> list[str]:
     """What was loaded, in words."""
     policy, run = parts.actor.model, parts.config.run
     size = sum(p.numel() for p in policy.parameters()) / 1e6
+    name = type(policy).__name__.removeprefix("FSDP")
     held_out = len(parts.validator.prompts) if parts.validator else 0
     dropped = parts.num_overlong_prompts
     too_long = f", {dropped} longer than data.max_prompt_tokens dropped" if dropped else ""
     return [
-        f"model         {type(policy).__name__}, {size:.1f}M parameters, {run.dtype} on {parts.device}",
+        f"model         {name}, {size:.1f}M parameters, {run.dtype} on {parts.device}",
         f"kernels       {kernel_line(parts)}",
         f"data          {len(parts.cursor.prompt_set)} training prompts, {held_out} held out{too_long}",
         f"roles         {', '.join(sorted(role.value for role in parts.plan.roles))}",

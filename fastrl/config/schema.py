@@ -155,6 +155,7 @@ class RunConfig(Section):
     validation_top_p: float = Field(1.0, gt=0, le=1, description="nucleus mass of validation sampling")
     validation_max_prompts: int | None = Field(None, ge=1, description="use only the first so many held-out prompts; null uses all")
     checkpoint_every_steps: int = Field(0, ge=0, description="save after every so many steps; 0 saves only at the end")
+    async_checkpoint: bool = Field(False, description="write checkpoints beside the training: a step waits only for the copy to CPU memory, which holds one copy more of weights and moments")
     keep_last_checkpoints: int = Field(2, ge=1, description="how many of the newest checkpoints stay on disk")
     keep_best_checkpoint: bool = Field(False, description="also keep the checkpoint with the best validation score")
 
@@ -164,6 +165,7 @@ class ParallelConfig(Section):
     replicate: int = Field(1, ge=1, description="copies of each model over the ranks; every copy is sharded over parallel.shard ranks")
     shard: int | None = Field(None, ge=1, description="ranks that each copy of a model is sharded over; null is all ranks / parallel.replicate; 1 keeps whole models and sums their gradients")
     sequence: int = Field(1, ge=1, description="consecutive ranks that split every micro-batch between them (rows, and heads in attention), for sequences too long for one; at most the number of attention heads")
+    offload: Literal["none", "reference", "optimizer", "parameters"] = Field("reference", description="what waits in CPU memory of a GPU run, each with those before it: the reference model between its passes, the moments between updates, masters and gradients of sharded models")
     timeout_s: float = Field(600.0, gt=0, description="a rank that joins later, or a collective that waits longer, ends the run, in seconds")
 
 

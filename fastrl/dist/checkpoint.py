@@ -13,6 +13,7 @@ import contextlib
 import json
 import re
 import shutil
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -23,7 +24,15 @@ import torch
 from torch import Tensor
 
 from fastrl.dist import storage
-from fastrl.dist.collectives import all_gather_object, barrier, on_rank_zero, rank, world_size
+from fastrl.dist.collectives import (
+    all_gather_object,
+    barrier,
+    is_distributed,
+    on_rank_zero,
+    rank,
+    using_group,
+    world_size,
+)
 from fastrl.dist.tree import check_json, flatten, join, lookup, rebuild, tensor_leaves
 from fastrl.errors import CheckpointError
 
@@ -58,6 +67,30 @@ class CheckpointManager:
         self.folder = Path(folder)
         self.keep_last = max(int(keep_last), 1)
         self.keep_best = int(keep_best)
+        self._group: torch.distributed.ProcessGroup | None = None  # of the thread that writes
+        self._writer: _Writer | None = None
+
+    def save_later(
+        self, step: int, tensors: dict[str, Any], state: dict[str, Any], *, score: float | None = None
+    ) -> None:
+        """Like `save`, but only copies the tensors to the CPU before it returns; a thread writes them.
+
+        One save is on its way at a time: the next one, and `finish`, wait for it and raise what it raised.
+        """
+        self.finish()
+        if self._group is None and is_distributed():
+            self._group = torch.distributed.new_group(backend="gloo")  # apart from the training's collectives
+        copies = storage.copied(tensors)
+        self._writer = _Writer(self._group, lambda: self.save(step, copies, state, score=score))
+        self._writer.start()
+
+    def finish(self) -> None:
+        """Wait for a save that is on its way; raises what it raised."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.join()
+            if writer.error is not None:
+                raise writer.error
 
     def save(self, step: int, tensors: dict[str, Any], state: dict[str, Any], *, score: float | None = None) -> Path:
         """Writes one checkpoint and removes those that need not stay.
@@ -203,6 +236,22 @@ class CheckpointManager:
                     checkpoint.path.rename(trash)
                     shutil.rmtree(trash, ignore_errors=True)
         barrier()
+
+
+class _Writer(threading.Thread):
+    """Writes one checkpoint beside the training, with collectives of its own."""
+
+    def __init__(self, group: torch.distributed.ProcessGroup | None, write: Callable[[], object]) -> None:
+        super().__init__(name="fastrl-checkpoint", daemon=True)
+        self.group, self.write = group, write
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            with using_group(self.group):
+                self.write()
+        except BaseException as error:  # raised again by `finish`
+            self.error = error
 
 
 def list_checkpoints(folder: str | Path) -> list[Checkpoint]:

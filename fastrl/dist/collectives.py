@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +20,24 @@ def is_distributed() -> bool:
     return torch_dist.is_available() and torch_dist.is_initialized()
 
 
+_own = threading.local()  # `.group`: what this thread's collectives use instead of the default group
+
+
+@contextmanager
+def using_group(group: torch_dist.ProcessGroup | None) -> Iterator[None]:
+    """Collectives of this thread go through `group` inside, so that they cannot meet those of another thread."""
+    before, _own.group = current_group(), group
+    try:
+        yield
+    finally:
+        _own.group = before
+
+
+def current_group() -> torch_dist.ProcessGroup | None:
+    """The group of this thread's collectives; None is the default group."""
+    return getattr(_own, "group", None)
+
+
 def rank() -> int:
     """Number of this process, 0 without a process group."""
     return torch_dist.get_rank() if is_distributed() else 0
@@ -31,12 +51,12 @@ def world_size() -> int:
 def barrier() -> None:
     """Returns when every rank has called it."""
     if is_distributed():
-        torch_dist.barrier()
+        torch_dist.barrier(group=current_group())
 
 
 def communication_device() -> torch.device:
     """The device on which the default group can reduce: the current GPU under NCCL, the CPU under gloo."""
-    if is_distributed() and "nccl" in str(torch_dist.get_backend()):
+    if is_distributed() and "nccl" in str(torch_dist.get_backend(current_group())):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
@@ -72,7 +92,7 @@ def all_reduce_sum(tensors: Tensors, group: Any = None) -> Tensors:
     items = list(tensors.values()) if isinstance(tensors, dict) else tensors
     if not items:
         return tensors
-    device = communication_device()
+    device, group = communication_device(), group or current_group()
     packed = torch.cat([t.detach().reshape(-1).to(device=device, dtype=torch.float64) for t in items])
     torch_dist.all_reduce(packed, group=group)
     parts = packed.split([t.numel() for t in items])
@@ -106,7 +126,7 @@ _BUCKET_NUMBERS = 1 << 25  # 128 MiB in float32
 def _sum_bucket(parameters: Sequence[Tensor]) -> None:
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     flat = torch.cat([g.reshape(-1) for g in grads])
-    torch_dist.all_reduce(flat)
+    torch_dist.all_reduce(flat, group=current_group())
     for p, part in zip(parameters, flat.split([p.numel() for p in parameters])):
         p.grad = part.view_as(p)
 
@@ -131,7 +151,7 @@ def all_gather_rows(tensor: Tensor, group: Any = None) -> Tensor:
     """
     if not is_distributed() or world_size() == 1:
         return tensor
-    device = communication_device()
+    device, group = communication_device(), group or current_group()
     counts = torch.zeros(torch_dist.get_world_size(group), dtype=torch.int64, device=device)
     counts[torch_dist.get_rank(group)] = tensor.shape[0]
     torch_dist.all_reduce(counts, group=group)
@@ -151,7 +171,7 @@ def any_rank(flag: bool) -> bool:
     if not is_distributed():
         return bool(flag)
     total = torch.tensor([float(bool(flag))], device=communication_device())
-    torch_dist.all_reduce(total)
+    torch_dist.all_reduce(total, group=current_group())
     return bool(total.item() > 0)
 
 
@@ -160,7 +180,7 @@ def all_gather_object(value: Any) -> list[Any]:
     if not is_distributed():
         return [value]
     values: list[Any] = [None] * world_size()
-    torch_dist.all_gather_object(values, value)
+    torch_dist.all_gather_object(values, value, group=current_group())
     return values
 
 
@@ -169,7 +189,7 @@ def broadcast_object(value: Any, source: int = 0) -> Any:
     if not is_distributed():
         return value
     box = [value]
-    torch_dist.broadcast_object_list(box, src=source)
+    torch_dist.broadcast_object_list(box, src=source, group=current_group())
     return box[0]
 
 

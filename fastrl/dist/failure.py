@@ -6,7 +6,9 @@ phase of which step, also of a rank that was killed and of one that hangs.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import time
 import traceback
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from fastrl import errors
 from fastrl.errors import EXIT_FAILURE, EXIT_INTERRUPTED, FastRLError
@@ -79,8 +82,8 @@ class Failure:
 class Whereabouts:
     """Tells the store in which phase of which step this rank is; without a store only remembers it."""
 
-    def __init__(self, store: dist.Store | None = None, rank: int = 0) -> None:
-        self.store, self.rank = store, rank
+    def __init__(self, store: dist.Store | None = None, rank: int = 0, size: int = 1) -> None:
+        self.store, self.rank, self.size = store, rank, size
         self.status = Status(0, "starting", time.time())
 
     def enter(self, phase: str, step: int = 0) -> None:
@@ -96,13 +99,9 @@ class Whereabouts:
         failure = Failure(
             rank=self.rank,
             kind=type(error).__name__,
-            message=str(error) if not others else f"{error}{self.late()}",
+            message=str(error) + (f"\nit waited for another rank: {self.others()}" if others else ""),
             trace="" if deliberate or interrupted else "".join(traceback.format_exception(error)),
-            exit_code=error.exit_code
-            if isinstance(error, FastRLError)
-            else EXIT_INTERRUPTED
-            if interrupted
-            else EXIT_FAILURE,
+            exit_code=exit_code_of(error),
             caused_by_others=others,
             status=self.status,
             time=time.time(),
@@ -111,9 +110,21 @@ class Whereabouts:
             self.store.set(_FAILURE.format(self.rank), json.dumps(asdict(failure)))
         return failure
 
-    def late(self) -> str:
-        """Where the other ranks stand, for the message of one that waited for them."""
-        return ""
+    def others(self) -> str:
+        """Which ranks stand elsewhere, for the message of one that waited for them."""
+        if self.store is None or self.size == 1:
+            return ""
+        try:
+            found = {rank: read_status(self.store, rank) for rank in range(self.size) if rank != self.rank}
+        except (dist.DistError, RuntimeError):  # the store is gone with the machine that kept it
+            return ""
+        mine = (self.status.step, self.status.phase)
+        behind = [
+            f"rank {rank} stood in {status}, entered {time.time() - status.since:.0f} s ago"
+            for rank, status in found.items()
+            if status is not None and (status.step, status.phase) != mine
+        ]
+        return "; ".join(behind) or "every rank that could say so stood in this phase"
 
 
 @contextmanager
@@ -122,15 +133,29 @@ def reporting(whereabouts: Whereabouts) -> Iterator[Whereabouts]:
     try:
         yield whereabouts
     except BaseException as error:
-        whereabouts.report(error)
+        with contextlib.suppress(dist.DistError):  # the store may be gone with the machine that kept it
+            whereabouts.report(error)
+        if "TORCHELASTIC_ERROR_FILE" in os.environ and isinstance(error, Exception):
+            get_error_handler().record_exception(error)  # torchrun shows it in its summary
         raise
 
 
+def exit_code_of(error: BaseException) -> int:
+    """What the command line returns for an exception."""
+    if isinstance(error, FastRLError):
+        return error.exit_code
+    return EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_FAILURE
+
+
 def is_others_fault(error: BaseException) -> bool:
-    """Whether a collective failed because of another rank."""
-    text = str(error).lower()
-    collective = isinstance(error, (dist.DistError, RuntimeError)) and not isinstance(error, FastRLError)
-    return collective and any(words in text for words in _OTHERS_FAULT)
+    """Whether a collective failed because of another rank, also one that another error was made from."""
+    seen: BaseException | None = error
+    while seen is not None:
+        text = str(seen).lower()
+        if isinstance(seen, RuntimeError) and any(words in text for words in _OTHERS_FAULT):
+            return True
+        seen = seen.__cause__
+    return False
 
 
 def read_status(store: dist.Store, rank: int) -> Status | None:

@@ -152,8 +152,10 @@ class _Watch:
         known = {failure.rank for failure in failures}
         own = [f for f in failures if not f.caused_by_others]
         silent = [(rank, code) for rank, code in enumerate(codes) if code and rank not in known]
-        if silent:
-            return ProcessError("; ".join(self._ended(rank, code) for rank, code in silent))
+        aborted = silent and all(-code == signal.SIGABRT for _, code in silent)  # NCCL does this to those who wait
+        if silent and not (aborted and own):
+            text = "; ".join(self._ended(rank, code) for rank, code in silent)
+            return ProcessError(text + (self._absent(known | {rank for rank, _ in silent}) if aborted else ""))
         if own:
             return min(own, key=lambda f: f.time).error()
         if not failures:
@@ -162,10 +164,12 @@ class _Watch:
 
     def _lost(self, failure: Failure, known: set[int]) -> FastRLError:
         """A rank waited in vain: where the others stood."""
+        return ProcessError(failure.text() + self._absent(known))
+
+    def _absent(self, known: set[int]) -> str:
+        """The ranks that said nothing and were still running when the others gave up."""
         missing = [rank for rank in range(self.size) if rank not in known]
-        stood = "; ".join(f"rank {rank} was in {self._stood(rank)}" for rank in missing)
-        text = f"{failure.text()}\nrank {failure.rank} waited for another rank in vain"
-        return ProcessError(text + (f": {stood} and did not take part" if stood else ""))
+        return "".join(f"\nrank {rank} did not take part: it was in {self._stood(rank)}" for rank in missing)
 
     def _ended(self, rank: int, code: int) -> str:
         """How a rank ended that could say nothing any more."""
@@ -174,7 +178,7 @@ class _Watch:
             name = signal.Signals(-code).name
             how = f"was ended by signal {name}"
             if -code == signal.SIGKILL:
-                how += " (the system does this when memory runs out, see dmesg)"
+                how += " (which the system sends when memory runs out, see dmesg)"
         return f"rank {rank} {how} in {self._stood(rank)}"
 
     def _stood(self, rank: int) -> str:

@@ -82,10 +82,8 @@ def process_group(device: torch.device, timeout_s: float) -> Iterator[dist.Store
         timeout=timedelta(seconds=timeout_s),
         device_id=device if device.type == "cuda" else None,
     )
-    try:
-        yield store
-    finally:
-        dist.destroy_process_group()
+    yield store
+    dist.destroy_process_group()  # not after an error: it would wait for ranks that are gone
 
 
 def check_gpu(here: Place, device: torch.device) -> None:

@@ -17,8 +17,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
-from fastrl.dist.collectives import all_gather_object, on_rank_zero, rank, world_size
+from fastrl.dist.collectives import all_gather_object, current_group, on_rank_zero, rank, world_size
+from fastrl.dist.tree import memory_of
 from fastrl.errors import CheckpointError
 
 FORMAT_VERSION = 1
@@ -73,7 +75,33 @@ def write_tensors(folder: Path, table: dict[str, Tensor]) -> None:
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "torch.distributed is uninitialized": that is what no_dist says
-        dcp.save(table, storage_writer=FileSystemWriter(folder), planner=planner, no_dist=world_size() == 1)
+        dcp.save(table, storage_writer=FileSystemWriter(folder), planner=planner, no_dist=world_size() == 1, process_group=current_group())
+
+
+def copied(tree: Any) -> Any:
+    """A nested state with every tensor copied to the CPU, shards as shards; tied tensors stay tied."""
+    done: dict[Any, Tensor] = {}
+
+    def copy(node: Any) -> Any:
+        if isinstance(node, Tensor):
+            memory = memory_of(node)
+            if memory not in done:
+                done[memory] = _cpu_copy(node)
+            return done[memory]
+        if isinstance(node, dict):
+            return {key: copy(value) for key, value in node.items()}
+        if isinstance(node, (list, tuple)):
+            return type(node)(copy(value) for value in node)
+        return node
+
+    return copy(tree)
+
+
+def _cpu_copy(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, DTensor):
+        local = tensor.to_local().detach().to("cpu", copy=True)
+        return DTensor(local, tensor._spec, requires_grad=False)  # from_local would move it back to the mesh's device
+    return tensor.detach().to("cpu", copy=True)
 
 
 def read_index(folder: Path) -> dict[str, TensorStorageMetadata]:
@@ -89,7 +117,7 @@ def read_tensors(folder: Path, table: dict[str, Tensor]) -> None:
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False, allow_partial_load=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.load(table, storage_reader=_Reader(folder), planner=planner, no_dist=world_size() == 1)
+        dcp.load(table, storage_reader=_Reader(folder), planner=planner, no_dist=world_size() == 1, process_group=current_group())
 
 
 def local_bytes(table: dict[str, Tensor]) -> int:

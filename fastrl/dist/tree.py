@@ -32,7 +32,7 @@ def flatten(tree: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
     def walk(node: Any, path: Path) -> dict[str, Any]:
         if isinstance(node, Tensor):
             name = join(path)
-            memory = _memory(node)
+            memory = memory_of(node)
             if memory in seen:
                 return {"tensor": seen[memory]}
             if name in table:
@@ -117,7 +117,7 @@ def _children(skeleton: dict[str, Any]) -> list[tuple[Any, dict[str, Any]]]:
     return list(enumerate(skeleton.get("list", skeleton.get("tuple", []))))
 
 
-def _memory(tensor: Tensor) -> Any:
+def memory_of(tensor: Tensor) -> Any:
     """Equal for two tensors exactly when they are the same view of the same storage."""
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     if math.prod(tensor.shape) == 0:

@@ -1,17 +1,23 @@
-"""Hidden rows of a packed micro-batch, gathered for the head."""
+"""Hidden rows of a packed micro-batch, gathered for the head.
+
+Sharded weights are whole only inside the forward pass of the module that owns them, so what is done with hidden
+rows and with the head is handed in as a function: `inside` and `inside_head` call it in the right place.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
 
 from fastrl.models.attention import AttentionLayout
 from fastrl.models.double import keep_double
-from fastrl.models.head import trunk
+from fastrl.models.head import HeadParameters, head_of, trunk
 from fastrl.models.sequence_parallel import SequenceGroup, SequenceParallelLayout
 from fastrl.models.training_layout import Segment, StandInLayout, TrainingLayout
+
+Result = TypeVar("Result")
 
 
 class Packed(Protocol):
@@ -76,3 +82,18 @@ def hidden_rows(model: nn.Module, micro: Packed) -> Tensor:
     reduced to this rank's head rows (`fastrl.trainer.sequence`).
     """
     return trunk_rows(model, micro)[micro.head_index]
+
+
+def inside(module: nn.Module, function: Callable[..., Result], *tensors: Tensor) -> Result:
+    """`function` of tensors, inside the forward pass of `module`: its sharded weights are whole there.
+
+    Every rank calls it equally often and in the same order. What needs a gradient is among the results, in tuples at
+    most.
+    """
+    sharded = getattr(module, "sharded_call", None)
+    return function(*tensors) if sharded is None else sharded(function, *tensors)
+
+
+def inside_head(model: Any, function: Callable[[Tensor, HeadParameters], Result], hidden: Tensor) -> Result:
+    """`function` of hidden rows [N, H] and the head's whole parameters; call it `inside` the model."""
+    return inside(model.get_output_embeddings(), lambda rows: function(rows, head_of(model)), hidden)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -13,7 +14,15 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from fastrl.errors import ModelError
 from fastrl.models.attention import IMPLEMENTATION
@@ -22,6 +31,7 @@ from fastrl.models.double import KeepDouble
 from fastrl.models.head import trunk
 from fastrl.models.hub import local_files_only
 from fastrl.models.liger import apply_liger, choose_liger
+from fastrl.models.stream import fill, parameters_on_meta
 from fastrl.models.training_layout import choose_attention
 from fastrl.models.verify import refuse_by_name, verify
 
@@ -56,6 +66,7 @@ def load_model(
     revision: str | None = None,
     trust_remote_code: bool = False,
     gradient_checkpointing: bool = False,
+    skeleton: bool = False,
 ) -> PreTrainedModel:
     """A causal LM whose attention takes `fastrl_layout=` and whose every dropout is off, checked to be exact.
 
@@ -68,6 +79,8 @@ def load_model(
         revision: branch, tag or commit on the hub.
         trust_remote_code: run Python code that comes with the model.
         gradient_checkpointing: recompute each layer in the backward pass.
+        skeleton: leave the parameters on the meta device, without values; they are read once the model is sharded.
+            A model of few layers stands in for the check.
 
     Raises:
         ModelError: the folder is missing or incomplete, or the architecture cannot be trained exactly.
@@ -79,21 +92,61 @@ def load_model(
     try:
         config = AutoConfig.from_pretrained(source, **hub)
         refuse_by_name(config, path)
-        model = AutoModelForCausalLM.from_pretrained(
-            source, config=config, dtype=parameter_dtype, attn_implementation=IMPLEMENTATION, **hub
-        )
+        if skeleton:
+            model = skeleton_of(config, parameter_dtype, trust_remote_code)
+            with contextlib.suppress(OSError):  # a folder need not have one
+                model.generation_config = GenerationConfig.from_pretrained(source, revision=revision)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(
+                source, config=config, dtype=parameter_dtype, attn_implementation=IMPLEMENTATION, **hub
+            )
     except ModelError:
         raise
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(_explain(path, error)) from error
-    nn.Module.to(model, device)
+    if skeleton:
+        verify_stand_in(config, path, parameter_dtype, trust_remote_code)
+    else:
+        nn.Module.to(model, device)
     if choose_liger(config.model_type, torch.device(device), _as_dtype(dtype), liger):
         setattr(model, "fastrl_liger", apply_liger(model))  # noqa: B010
-    return prepare_model(model, path, attention=attention, gradient_checkpointing=gradient_checkpointing)
+    return prepare_model(
+        model, path, attention=attention, gradient_checkpointing=gradient_checkpointing, check=not skeleton
+    )
+
+
+def skeleton_of(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The model of a configuration with its parameters on the meta device and its buffers on the CPU."""
+    with parameters_on_meta():
+        return AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=IMPLEMENTATION, trust_remote_code=trust_remote_code
+        )
+
+
+def verify_stand_in(config: PreTrainedConfig, path: str, dtype: torch.dtype, trust_remote_code: bool = False) -> None:
+    """Check the architecture on a random model of as few layers as show every kind of layer; once per machine."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return
+    small = copy.deepcopy(config)
+    text = small.get_text_config()
+    types = list(getattr(text, "layer_types", None) or ())
+    text.num_hidden_layers = max([2, *(1 + types.index(kind) for kind in set(types))])
+    if types:
+        text.layer_types = types[: text.num_hidden_layers]
+    with torch.random.fork_rng(devices=[]):
+        model = AutoModelForCausalLM.from_config(
+            small, dtype=dtype, attn_implementation=IMPLEMENTATION, trust_remote_code=trust_remote_code
+        )
+    prepare_model(model, path)
 
 
 def prepare_model(
-    model: PreTrainedModel, path: str = "(in memory)", *, attention: str = "auto", gradient_checkpointing: bool = False
+    model: PreTrainedModel,
+    path: str = "(in memory)",
+    *,
+    attention: str = "auto",
+    gradient_checkpointing: bool = False,
+    check: bool = True,
 ) -> PreTrainedModel:
     """Make a causal LM in memory ready: own attention, no dropout, verified; returns the same object."""
     refuse_by_name(model.config, path)
@@ -108,7 +161,8 @@ def prepare_model(
         context = partial(_checkpoint_contexts, KeepDouble if double else contextlib.nullcontext)
         model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": context})
         model.train()
-    verify(model, path)
+    if check:
+        verify(model, path)
     return model
 
 
@@ -123,9 +177,10 @@ class ValueModel(nn.Module):
 
     base_model_prefix = "trunk"
 
-    def __init__(self, trunk_module: nn.Module, attention: str) -> None:
+    def __init__(self, trunk_module: nn.Module, attention: str, causal_prefix: str = "model") -> None:
         super().__init__()
         self.trunk = trunk_module
+        self.causal_prefix = causal_prefix  # what precedes the names of the trunk's parameters in the causal LM
         config: Any = trunk_module.config
         self.config = config
         self.fastrl_attention = attention
@@ -152,13 +207,17 @@ def load_critic(path: str, **options: Any) -> ValueModel:
         ModelError: as `load_model`.
     """
     causal = load_model(path, **options)
-    critic = ValueModel(trunk(causal), options.get("attention", "auto"))
+    critic = ValueModel(trunk(causal), options.get("attention", "auto"), str(causal.base_model_prefix))
     critic.train(causal.training)
-    saved = Path(resolve_path(path)).expanduser() / VALUE_HEAD_FILE
-    if saved.is_file():
-        with torch.no_grad():
-            critic.value_head.weight.copy_(load_file(saved)["weight"])
+    if not options.get("skeleton"):
+        set_value_head(critic, path)
     return critic
+
+
+def set_value_head(critic: ValueModel, path: str) -> None:
+    """The value head saved beside the model at `path`, else zeros; whole or sharded."""
+    saved, weight = Path(resolve_path(path)).expanduser() / VALUE_HEAD_FILE, critic.value_head.weight
+    fill(weight, load_file(saved)["weight"] if saved.is_file() else torch.zeros(weight.shape))
 
 
 def load_tokenizer(

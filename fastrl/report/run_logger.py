@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from fastrl.dist.collectives import rank
+from fastrl.errors import Terminated
 from fastrl.report.console import Screen, make_screen
 from fastrl.report.health import HISTORY_STEPS, HealthWatch
 from fastrl.report.metrics_file import FILE_NAME, MetricsFile, forget_after, read_metrics
@@ -170,9 +171,9 @@ class RunLogger:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        if error is not None and not isinstance(error, (KeyboardInterrupt, SystemExit)):
+        if error is not None and not isinstance(error, (KeyboardInterrupt, SystemExit, Terminated)):
             self._write(*traceback.format_exception(kind, error, trace))
-        interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
+        interrupted = kind is not None and issubclass(kind, KeyboardInterrupt | Terminated)
         self.close("interrupted" if interrupted else "failed" if kind is not None else "finished")
 
     def _recall(self) -> None:

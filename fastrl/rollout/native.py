@@ -76,13 +76,19 @@ class NativeEngine:
 
     def _choose_runner(self, fast_path: bool | None) -> str | None:
         """Take the fast forward pass if it is wanted and right; otherwise the reason why not."""
-        if fast_path is False or (fast_path is None and self.device.type != "cpu"):
+        sharded = is_sharded(self.model)
+        if not sharded and (fast_path is False or (fast_path is None and self.device.type != "cpu")):
             return "not asked for"
         reason = why_not_plain(self.model)
+        if reason is not None and sharded:
+            raise ModelError(
+                f"the embedded engine cannot generate from sharded parameters here, {reason}: ranks take different "
+                "numbers of decoding steps, and each would gather them; set parallel.shard = 1 to keep whole models"
+            )
         if reason is not None:
             return reason
         fast = PlainDecoder(self.model, self.device, autocast_dtype=self.autocast_dtype)
-        if is_sharded(self.model):  # the trunk alone cannot run to be compared with
+        if sharded:  # the trunk alone cannot run to be compared with
             self._runner = fast
             return None
         with self._modes():
@@ -141,6 +147,7 @@ class NativeEngine:
         self._abort.clear()
         self._current = generation
         self._runner.expect(generation.params.max_tokens)  # the same on every rank, and whatever was generated before
+        self._runner.prepare()
         try:
             while not generation.done:
                 with self._modes():  # for one step only: a generator would leak them to its consumer

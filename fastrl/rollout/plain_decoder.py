@@ -130,6 +130,10 @@ class PlainDecoder:
     def refresh(self) -> None:
         """Copies are made anew at the next forward pass; now where gathering them takes every rank."""
         self.release()
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Sharded parameters are gathered here; later some ranks may have nothing to generate and not take part."""
         if is_sharded(self.model):
             self._ready()
 

@@ -34,6 +34,10 @@ class Runner(Protocol):
         """The parameters have new values."""
         ...
 
+    def prepare(self) -> None:
+        """Every rank is here: gather now what takes all of them."""
+        ...
+
     def release(self) -> None:
         """Free copies of parameters."""
         ...
@@ -68,6 +72,9 @@ class ModuleRunner:
 
     def refresh(self) -> None:
         """Nothing to do: the modules are the trainer's own."""
+
+    def prepare(self) -> None:
+        """Nothing to do."""
 
     def release(self) -> None:
         """Nothing to do."""

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,10 +19,11 @@ from transformers import PreTrainedModel
 from fastrl.data.batch import RolloutBatch, cu_seqlens_of
 from fastrl.data.packing import MicroBatch
 from fastrl.dist.collectives import any_rank, world_size
+from fastrl.dist.fsdp import reshard
 from fastrl.kernels import LogProbs, linear_log_prob, linear_token_loss
 from fastrl.models.flops import ForwardFlops, forward_flops
-from fastrl.models.forward import hidden_rows
-from fastrl.models.head import head_of
+from fastrl.models.forward import hidden_rows, inside, inside_head
+from fastrl.models.head import HeadParameters
 from fastrl.models.router import routed_rows
 from fastrl.trainer.losses import LossSettings, OptimizerBatch, token_terms
 from fastrl.trainer.metrics import Metrics, policy_stat
@@ -32,6 +33,8 @@ from fastrl.trainer.sequence import counts_loss, merge, own_rows, whole_rows
 
 if TYPE_CHECKING:
     from fastrl.trainer.router_loss import RouterLoss
+
+Result = TypeVar("Result")
 
 
 class PolicyModel:
@@ -45,9 +48,8 @@ class PolicyModel:
         """Operations of a pass over a micro-batch."""
         return forward_flops(self.model)
 
-    def head_arguments(self) -> dict:
+    def head_arguments(self, head: HeadParameters) -> dict:
         """Keyword arguments of the head kernels, apart from hidden rows and labels."""
-        head = head_of(self.model)
         return {
             "weight": head.weight,
             "bias": head.bias,
@@ -73,18 +75,35 @@ class PolicyModel:
             if metrics is not None:
                 metrics.add_sum("perf/model_flops", self.flops.forward(micro))
             own = own_rows(self.model, micro)
-            with autocast(self.dtype, batch.response_ids.device):
-                hidden = hidden_rows(self.model, own)
-            rows = linear_log_prob(
-                hidden, labels=own.labels, want_entropy=want_entropy, want_sum_sq=want_sum_sq, **self.head_arguments()
-            )
+
+            def rows_of(hidden: Tensor, head: HeadParameters, labels: Tensor = own.labels) -> LogProbs:
+                return linear_log_prob(
+                    hidden,
+                    labels=labels,
+                    want_entropy=want_entropy,
+                    want_sum_sq=want_sum_sq,
+                    **self.head_arguments(head),
+                )
+
+            rows = self.with_head(own, rows_of)
             for name, wanted in (("log_prob", True), ("entropy", want_entropy), ("sum_sq", want_sum_sq)):
                 if wanted:
                     value = getattr(rows, name)
                     out.setdefault(name, value.new_zeros(size))[own.token_index] = value
+        reshard(self.model)
         if not out:
             out["log_prob"] = torch.zeros(size, device=batch.response_ids.device)
         return {name: merge(self.model, value) for name, value in out.items()}
+
+    def with_head(self, micro: MicroBatch, function: Callable[[Tensor, HeadParameters], Result]) -> Result:
+        """`function` of the rows [N, H] that predict the response tokens and of the head, in one forward pass."""
+
+        def forward() -> Result:
+            with autocast(self.dtype, micro.input_ids.device):
+                hidden = hidden_rows(self.model, micro)
+            return inside_head(self.model, function, hidden)
+
+        return inside(self.model, forward)
 
 
 class Actor(PolicyModel):
@@ -127,20 +146,18 @@ class Actor(PolicyModel):
     def backward(self, members: OptimizerBatch, micro: MicroBatch, seen: Tensor, metrics: Metrics) -> Tensor:
         """Forward and backward of one micro-batch; returns its share of the loss (0-d, detached)."""
         own = own_rows(self.model, micro)
-        probabilities = None
-        with autocast(self.dtype, micro.input_ids.device):
-            if self.router is None:
-                hidden = hidden_rows(self.model, own)
-            else:
-                hidden, probabilities = routed_rows(self.model, own)
         counted: AbstractContextManager[None] = contextlib.nullcontext()
         if self.gradient_in_forward:
-            rows_of, counted = own, metrics.counted()
-            loss, log_prob, entropy, stats = self.loss_in_forward(members, own, hidden)
+            rows_of, counted, path = own, metrics.counted(), partial(self.loss_in_forward, members, own)
         else:
-            rows_of = micro
-            loss, log_prob, entropy, stats = self.loss_recomputed(members, micro, own, hidden)
-        more = self.row_terms(members, own, hidden, probabilities, metrics)
+            rows_of, path = micro, partial(self.loss_recomputed, members, micro, own)
+
+        def forward() -> tuple[Tensor, Tensor | None, Tensor, Tensor, dict[str, Tensor]]:
+            hidden, probabilities = self.hidden_and_router(own)
+            found = inside_head(self.model, path, hidden)
+            return found[0], self.row_terms(members, own, hidden, probabilities, metrics), *found[1:]
+
+        loss, more, log_prob, entropy, stats = inside(self.model, forward)
         (loss if more is None else loss + more).backward()
         seen[rows_of.token_index] = log_prob.to(seen.dtype)
         with counted:
@@ -156,6 +173,13 @@ class Actor(PolicyModel):
         metrics.add_sum("perf/microbatches" if micro.num_rows else "perf/empty_microbatches", 1)
         share = loss.detach() if rows_of is own or counts_loss(self.model) else torch.zeros_like(loss.detach())
         return share if more is None else share + more.detach()
+
+    def hidden_and_router(self, own: MicroBatch) -> tuple[Tensor, Tensor | None]:
+        """Hidden rows [N, H], and with a router in the loss its probabilities of them."""
+        with autocast(self.dtype, own.input_ids.device):
+            if self.router is None:
+                return hidden_rows(self.model, own), None
+            return routed_rows(self.model, own)
 
     def row_terms(
         self, members: OptimizerBatch, own: MicroBatch, hidden: Tensor, probabilities: Tensor | None, metrics: Metrics
@@ -174,7 +198,7 @@ class Actor(PolicyModel):
         return sum(terms[1:], terms[0]) if terms else None
 
     def loss_in_forward(
-        self, members: OptimizerBatch, micro: MicroBatch, hidden: Tensor
+        self, members: OptimizerBatch, micro: MicroBatch, hidden: Tensor, head: HeadParameters
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
         """Token-level losses: (loss, log_prob [N], entropy [N], stats), the head's gradient already made."""
 
@@ -182,18 +206,18 @@ class Actor(PolicyModel):
             return token_terms(self.settings, members, log_prob, entropy, micro.token_index[rows])
 
         loss, rows, stats = linear_token_loss(
-            hidden, labels=micro.labels, token_loss_fn=token_loss, want_entropy=True, **self.head_arguments()
+            hidden, labels=micro.labels, token_loss_fn=token_loss, want_entropy=True, **self.head_arguments(head)
         )
         return loss, rows.log_prob, entropy_of(rows), stats
 
     def loss_recomputed(
-        self, members: OptimizerBatch, micro: MicroBatch, own: MicroBatch, hidden: Tensor
+        self, members: OptimizerBatch, micro: MicroBatch, own: MicroBatch, hidden: Tensor, head: HeadParameters
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
         """Sequence-level losses: the head is run again in the backward, because ratios need whole sequences first.
 
         Everything returned is of all head rows of `micro`, `own` being those whose hidden rows are here.
         """
-        rows = linear_log_prob(hidden, labels=own.labels, want_entropy=True, **self.head_arguments())
+        rows = linear_log_prob(hidden, labels=own.labels, want_entropy=True, **self.head_arguments(head))
         log_prob = whole_rows(self.model, micro, rows.log_prob)
         entropy = whole_rows(self.model, micro, entropy_of(rows))
         cu_seqlens = row_borders(members.batch, micro.token_index)

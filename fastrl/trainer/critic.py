@@ -12,8 +12,9 @@ from fastrl.algorithms.value_loss import value_loss
 from fastrl.data.batch import RolloutBatch
 from fastrl.data.packing import MicroBatch
 from fastrl.dist.collectives import any_rank, world_size
+from fastrl.dist.fsdp import reshard
 from fastrl.models.flops import ForwardFlops, forward_flops
-from fastrl.models.forward import trunk_rows
+from fastrl.models.forward import inside, trunk_rows
 from fastrl.models.load import ValueModel
 from fastrl.trainer.losses import OptimizerBatch
 from fastrl.trainer.metrics import Metrics
@@ -44,10 +45,14 @@ class Critic:
 
     def rows(self, micro: MicroBatch, index: Tensor) -> Tensor:
         """Values of the trunk rows `index` [N], in the masters' type."""
-        with autocast(self.dtype, micro.input_ids.device):
-            hidden = trunk_rows(self.model, micro)[index]
         head = self.model.value_head
-        return head(hidden.to(head.weight.dtype)).squeeze(-1)
+
+        def forward() -> Tensor:
+            with autocast(self.dtype, micro.input_ids.device):
+                hidden = trunk_rows(self.model, micro)[index]
+            return head(hidden.to(head.weight.dtype)).squeeze(-1)
+
+        return inside(self.model, forward)
 
     @torch.no_grad()
     def values(
@@ -55,7 +60,7 @@ class Critic:
     ) -> dict[str, Tensor]:
         """Values [T], and bootstrap values [S] where the micro-batches carry rows for them (0 elsewhere)."""
         head = self.model.value_head.weight
-        values = torch.zeros(batch.num_tokens, device=head.device, dtype=head.dtype)
+        values = torch.zeros(batch.num_tokens, device=batch.response_ids.device, dtype=head.dtype)
         out = {"values": values}
         for micro in micro_batches:
             if metrics is not None:
@@ -66,6 +71,7 @@ class Critic:
             if micro.bootstrap_index.numel():
                 bootstrap = out.setdefault("bootstrap_values", values.new_zeros(batch.num_sequences))
                 bootstrap[own.bootstrap_sequence] = both[own.num_tokens :]
+        reshard(self.model)
         return {name: merge(self.model, value) for name, value in out.items()}
 
     def update(self, members: OptimizerBatch, micro_batches: Sequence[MicroBatch], metrics: Metrics) -> bool:

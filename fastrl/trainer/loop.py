@@ -17,7 +17,8 @@ from fastrl.config.schema import Config
 from fastrl.data.batch import RolloutBatch
 from fastrl.data.packing import MicroBatch, fill_up, pack, plan_optimizer_batches
 from fastrl.data.prompts import Prompt, PromptCursor
-from fastrl.dist.collectives import all_gather_rows, all_reduce_max, world_size
+from fastrl.dist.collectives import all_gather_rows, all_reduce_max, any_rank, world_size
+from fastrl.errors import Terminated
 from fastrl.models.flops import peak_flops
 from fastrl.rollout.engine import Engine
 from fastrl.rollout.records import RolloutWriter
@@ -72,20 +73,31 @@ class Trainer:
         reporter: is told phases, progress and the numbers of every step.
         writer: keeps generated samples; None keeps none.
         checkpoint: called when a checkpoint is due, with the step's validation score if there is one.
+        asked_to_stop: looked at after every step; true on some rank makes all save and stop.
     """
 
     def __init__(
-        self, parts: Parts, reporter: Reporter, writer: RolloutWriter | None, checkpoint: Callable[[float | None], None]
+        self,
+        parts: Parts,
+        reporter: Reporter,
+        writer: RolloutWriter | None,
+        checkpoint: Callable[[float | None], None],
+        asked_to_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self.parts, self.config, self.plan = parts, parts.config, parts.plan
         self.reporter, self.writer, self.checkpoint = reporter, writer, checkpoint
+        self.asked_to_stop = asked_to_stop
         self.metrics = parts.metrics
         self.step_number = 0
+        self.largest_microbatch = 0  # rows of the largest micro-batch packed so far
         self.version = 0
         self.samples: list[ScoredSample] = []
 
     def fit(self) -> None:
-        """Train until `total_steps`; validate and save when due, and at the end."""
+        """Train until `total_steps`; validate and save when due, and at the end.
+
+        Raises Terminated when it was asked to stop, after a checkpoint.
+        """
         run, total = self.config.run, self.parts.total_steps
         if run.validate_before_training and self.step_number == 0:
             values, held_out = self.validate()
@@ -100,9 +112,12 @@ class Trainer:
                 values |= figures
             self.keep_samples(batch, held_out)
             self.reporter.log(self.step_number, values)
-            if last or is_due(self.step_number, run.checkpoint_every_steps):
+            stopping = not last and any_rank(self.asked_to_stop())
+            if last or stopping or is_due(self.step_number, run.checkpoint_every_steps):
                 with self.metrics.timer("checkpoint"):
                     self.checkpoint(values.get("val/mean"))
+            if stopping:
+                raise Terminated(f"asked to stop: step {self.step_number} of {total} is saved, --resume continues")
 
     def validate(self) -> tuple[dict[str, float], list[ScoredSample]]:
         """Score the held-out prompts, if there are any; returns the `val/...` figures and the samples."""
@@ -215,6 +230,8 @@ class Trainer:
             )
             for members in plans
         ]
+        rows = [micro.num_rows for micro_batches in made for micro in micro_batches]
+        self.largest_microbatch = max([self.largest_microbatch, *rows])
         counts = all_reduce_max([len(micro_batches) for micro_batches in made])
         return [(members, fill_up(each, n, self.parts.device)) for members, each, n in zip(plans, made, counts)]
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fastrl.dist.collectives import sum_gradients, world_size
 from fastrl.errors import TrainingError
@@ -54,6 +55,16 @@ def global_grad_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """
     norms = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     return norms.full_tensor() if hasattr(norms, "full_tensor") else norms
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:
+    """Scale gradients, whole or sharded, by min(1, max_norm / (norm + 1e-6))."""
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for p in parameters:
+        if p.grad is not None:
+            local = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
+            local.mul_(factor.to(local.device))
 
 
 class Optimizer:
@@ -110,7 +121,7 @@ class Optimizer:
                     "or look for NaN in rewards and log-probs in the run's rollouts/"
                 )
             return torch.full_like(norm, float("nan")), False
-        torch.nn.utils.clip_grads_with_norm_(self.parameters, self.max_grad_norm, norm)
+        clip_gradients(self.parameters, self.max_grad_norm, norm)
         for group in self.torch_optimizer.param_groups:
             group["lr"] = self.lr
         self.torch_optimizer.step()
@@ -122,6 +133,20 @@ class Optimizer:
     def zero_grad(self) -> None:
         """Drop all gradients."""
         self.torch_optimizer.zero_grad(set_to_none=True)
+
+    def make_state(self) -> None:
+        """Zero moments where no update has made any yet, the same as the first update would start from.
+
+        A checkpoint then always holds them, and loading one finds tensors laid out over the ranks as parameters are.
+        """
+        for group in self.torch_optimizer.param_groups:
+            for p in group["params"]:
+                if not self.torch_optimizer.state[p]:
+                    self.torch_optimizer.state[p] = {
+                        "step": torch.zeros((), dtype=torch.float32, device=p.device),
+                        "exp_avg": torch.zeros_like(p, memory_format=torch.preserve_format),
+                        "exp_avg_sq": torch.zeros_like(p, memory_format=torch.preserve_format),
+                    }
 
     def state_dict(self) -> dict[str, Any]:
         """Counters, without the moments (`torch_optimizer` holds those)."""

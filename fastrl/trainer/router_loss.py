@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from fastrl.data.packing import MicroBatch
+from fastrl.dist.fsdp import reshard
+from fastrl.models.forward import inside
 from fastrl.models.router import assignments, experts_of, routed_rows
 from fastrl.trainer.actor import PolicyModel
 from fastrl.trainer.normalizers import reduce_one
@@ -37,12 +40,14 @@ class RouterLoss:
     @torch.no_grad()
     def count(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Count where the rows of an optimizer batch go, over all ranks, before its update."""
-        device = self.policy.model.device
+        device = micro_batches[0].input_ids.device if micro_batches else self.policy.model.device
         total = torch.zeros(self.experts.number, dtype=torch.float64, device=device)
         for micro in micro_batches:
+            own = own_rows(self.policy.model, micro)
             with autocast(self.policy.dtype, device):
-                _, probabilities = routed_rows(self.policy.model, own_rows(self.policy.model, micro))
+                _, probabilities = inside(self.policy.model, partial(routed_rows, self.policy.model, own))
             total += assignments(probabilities, self.experts)
+        reshard(self.policy.model)
         total = reduce_one(total)
         self.rows = float(total.sum()) / self.experts.per_row
         self.fraction = total / max(self.rows, 1.0)

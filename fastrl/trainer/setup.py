@@ -6,17 +6,20 @@ import math
 import random
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastrl.algorithms.kl import AdaptiveKL, FixedKL
 from fastrl.algorithms.registry import Entry, check_options, get_advantage, get_correction, get_kl, get_policy_loss
 from fastrl.config.schema import Config
 from fastrl.data.prompts import PromptCursor, PromptSet, load_prompts
+from fastrl.dist.fsdp import load_sharded, splits
+from fastrl.dist.mesh import make_mesh
 from fastrl.dist.sequence import sequence_groups
 from fastrl.models.cpu import keep_heap
 from fastrl.models.flops import forward_flops
@@ -41,6 +44,8 @@ from fastrl.trainer.router_loss import RouterLoss
 from fastrl.trainer.selection import EntropyController
 from fastrl.trainer.sequence import share_rows
 from fastrl.trainer.validation import Validator
+
+Model = TypeVar("Model", bound=nn.Module)
 
 
 def seed_everything(seed: int) -> None:
@@ -72,7 +77,8 @@ def build(
     train, validation = load_data(config, tokenizer)
     cursor = PromptCursor(train, seed=config.run.seed, shuffle=config.data.shuffle)
     total_steps = number_of_steps(config, len(train))
-    model = load_policy(config, dtype, device)
+    mesh = make_mesh(device, config.parallel.replicate, config.parallel.shard)
+    model = load_policy(config, dtype, device, mesh)
     schedule = actor_schedule(config, plan, total_steps)
     actor = Actor(
         model,
@@ -98,12 +104,12 @@ def build(
     )
     if progress is not None:
         generator.progress = partial(progress, "generate")
-    reference = make_reference(config, plan, dtype, device)
+    reference = make_reference(config, plan, dtype, device, mesh)
     if reference is not None and config.algorithm.kl_loss_coef > 0 and config.algorithm.kl_loss_kind == "full":
         actor.full_kl = FullKL(actor, reference).rows
     if config.algorithm.router_aux_coef > 0:
         actor.router = RouterLoss(actor, config.algorithm.router_aux_coef)
-    critic = make_critic(config, plan, dtype, device, total_steps)
+    critic = make_critic(config, plan, dtype, device, total_steps, mesh)
     ranks = sequence_groups(config.parallel.sequence)
     for part in (actor, reference, critic):
         if part is not None:
@@ -161,19 +167,35 @@ def number_of_steps(config: Config, num_prompts: int) -> int:
     return math.ceil(per_epoch * (config.optim.total_epochs or 1.0))
 
 
-def load_policy(config: Config, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def load_policy(
+    config: Config, dtype: torch.dtype, device: torch.device, mesh: DeviceMesh | None = None
+) -> PreTrainedModel:
     """The policy (or a second, frozen copy of it)."""
+    return load_part(load_model, config.model.path, config, dtype, device, mesh)
+
+
+def load_part(
+    load: Callable[..., Model],
+    path: str,
+    config: Config,
+    dtype: torch.dtype,
+    device: torch.device,
+    mesh: DeviceMesh | None,
+) -> Model:
+    """One model, whole or sharded over the ranks as the section `parallel` says."""
     m = config.model
-    return load_model(
-        m.path,
-        dtype=dtype,
-        device=device,
-        attention=m.attention,
-        liger=m.liger,
-        revision=m.revision,
-        trust_remote_code=m.trust_remote_code,
-        gradient_checkpointing=m.gradient_checkpointing,
-    )
+    options = {
+        "attention": m.attention,
+        "liger": m.liger,
+        "revision": m.revision if path == m.path else None,
+        "trust_remote_code": m.trust_remote_code,
+        "gradient_checkpointing": m.gradient_checkpointing,
+    }
+    if not splits(mesh):
+        return load(path, dtype=dtype, device=device, **options)
+    assert mesh is not None
+    offload = config.parallel.offload == "parameters"
+    return load_sharded(load, path, mesh, device, dtype=dtype, offload_parameters=offload, **options)
 
 
 def actor_schedule(config: Config, plan: Plan, total_steps: int) -> Schedule:
@@ -202,33 +224,31 @@ def make_optimizer(
 
 
 def make_critic(
-    config: Config, plan: Plan, dtype: torch.dtype, device: torch.device, total_steps: int
+    config: Config,
+    plan: Plan,
+    dtype: torch.dtype,
+    device: torch.device,
+    total_steps: int,
+    mesh: DeviceMesh | None = None,
 ) -> Critic | None:
     """The value model with its optimizer, or None."""
     if not plan.critic:
         return None
-    c, m = config.critic, config.model
-    model = load_critic(
-        c.path or m.path,
-        dtype=dtype,
-        device=device,
-        attention=m.attention,
-        liger=m.liger,
-        revision=m.revision if c.path is None else None,
-        trust_remote_code=m.trust_remote_code,
-        gradient_checkpointing=m.gradient_checkpointing,
-    )
+    c = config.critic
+    model = load_part(load_critic, c.path or config.model.path, config, dtype, device, mesh)
     updates = total_updates(total_steps, plan.updates_per_step, c.num_epochs_per_batch or plan.epochs_per_batch)
     schedule = Schedule(c.lr, config.optim.schedule, c.lr_warmup_updates, updates, config.optim.min_lr_ratio)
     optimizer = make_optimizer(config, model, schedule, "critic", c.weight_decay, c.max_grad_norm)
     return Critic(model, optimizer, dtype=dtype, value_clip=c.value_clip, huber_delta=c.huber_delta)
 
 
-def make_reference(config: Config, plan: Plan, dtype: torch.dtype, device: torch.device) -> PolicyModel | None:
+def make_reference(
+    config: Config, plan: Plan, dtype: torch.dtype, device: torch.device, mesh: DeviceMesh | None = None
+) -> PolicyModel | None:
     """The frozen starting policy, or None."""
     if not plan.reference:
         return None
-    model = load_policy(config, dtype, device)
+    model = load_policy(config, dtype, device, mesh)
     model.requires_grad_(False)
     return PolicyModel(model, temperature=config.rollout.temperature, dtype=dtype)
 

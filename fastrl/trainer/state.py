@@ -27,6 +27,7 @@ def tensors_of(trainer: Trainer) -> dict[str, Any]:
 
 def model_state(model: torch.nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """State dicts of one model and its moments."""
+    optimizer.make_state()
     return {"model": model.state_dict(), "optimizer": optimizer.torch_optimizer.state_dict()}
 
 
@@ -45,9 +46,12 @@ def progress_of(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def save(trainer: Trainer, manager: CheckpointManager, extra: dict[str, Any], score: float | None) -> None:
-    """Write one checkpoint of the run's present state."""
-    manager.save(trainer.step_number, tensors_of(trainer), progress_of(trainer) | extra, score=score)
+def save(
+    trainer: Trainer, manager: CheckpointManager, extra: dict[str, Any], score: float | None, *, later: bool = False
+) -> None:
+    """Write one checkpoint of the run's present state, beside the training where `later` is set."""
+    write = manager.save_later if later else manager.save
+    write(trainer.step_number, tensors_of(trainer), progress_of(trainer) | extra, score=score)
 
 
 def restore(trainer: Trainer, manager: CheckpointManager, path: str) -> dict[str, Any]:

@@ -24,7 +24,7 @@ die_with_launcher()
 torch.set_num_threads(1)
 with process_group(torch.device("cpu"), {timeout_s}) as store:
     rank, size = dist.get_rank(), dist.get_world_size()
-    with reporting(Whereabouts(store, rank)):
+    with reporting(Whereabouts(store, rank, size)):
         scope = {{"torch": torch, "dist": dist}}
         exec({source!r}, scope)
         store.set(f"result/{{rank}}", json.dumps(scope["body"](rank, size)))

@@ -5,12 +5,14 @@ import torch
 from tiny_models import ragged_batch, tiny_model
 
 from fastrl.algorithms.registry import check_options, get_correction, get_kl, get_policy_loss, list_policy_losses
-from fastrl.data.packing import pack
+from fastrl.data.packing import fill_up, pack
+from fastrl.dist.collectives import all_reduce_max, rank, world_size
+from fastrl.dist.fsdp import shard_model
 from fastrl.models.attention import IMPLEMENTATION
 from fastrl.trainer.actor import Actor
 from fastrl.trainer.losses import LossSettings
 from fastrl.trainer.metrics import Metrics
-from fastrl.trainer.normalizers import keep_rows, optimizer_batch
+from fastrl.trainer.normalizers import optimizer_batch, reduce_one, remaining
 from fastrl.trainer.optim import Optimizer, Schedule
 
 MODES = [
@@ -51,10 +53,14 @@ def settings_of(name, correction):
     return LossSettings(policy_loss=loss, options=options, kl=get_kl("k3"), kl_coef=0.1, correction=None)
 
 
-def gradient(name, mode, dtype, *, max_tokens, share, reverse=False, correction=False, own_division=False):
-    """Flat gradient of one optimizer batch under the given split; own_division: counts of each micro-batch, wrongly."""
+def gradient(name, mode, dtype, *, max_tokens, share, reverse=False, correction=False, own_division=False, mesh=None):
+    """Loss and flat gradient of one optimizer batch under the given split, over all ranks where there is a mesh.
+
+    own_division: counts of each micro-batch, wrongly.
+    """
     model = tiny_model("llama", dtype=dtype)
     model.set_attn_implementation(IMPLEMENTATION)
+    shard_model(model, mesh, dtype=dtype)
     settings = settings_of(name, correction)
     batch = batch_with_everything(dtype)
     if correction:
@@ -62,6 +68,7 @@ def gradient(name, mode, dtype, *, max_tokens, share, reverse=False, correction=
             {n: getattr(batch, n, None) for n in get_correction("token_truncate").data}, {}
         )
         batch = batch.with_(rollout_weight=made.weight)
+    batch = batch.select(torch.arange(batch.num_sequences)[batch.group_id % world_size() == rank()])
     optimizer = Optimizer(model, Schedule(0.0), name="policy")
     in_forward = settings.policy_loss.level != "sequence"
     actor = Actor(model, optimizer, settings, temperature=0.8, dtype=dtype, gradient_in_forward=in_forward)
@@ -74,14 +81,15 @@ def gradient(name, mode, dtype, *, max_tokens, share, reverse=False, correction=
     micro_batches = pack(batch, max_tokens=max_tokens, share_prompts=share)
     if settings.policy_loss.select is not None:
         members = with_selection(actor, members, micro_batches)
-    micro_batches = [m for m in (keep_rows(m, mask) for m in micro_batches) if m is not None]
+    most = all_reduce_max([len(micro_batches)])[0]
+    micro_batches = remaining(fill_up(micro_batches, most, mask.device), mask)
     seen = torch.zeros(batch.num_tokens, dtype=dtype)
     total = sum(
         actor.backward(counted(m.sequences) if own_division else members, m, seen, Metrics())
         for m in (reversed(micro_batches) if reverse else micro_batches)
     )
-    flat = torch.cat([p.grad.flatten() for p in model.parameters()])
-    return float(total), flat
+    grads = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()]
+    return float(reduce_one(torch.as_tensor(total))), torch.cat([g.flatten() for g in grads])
 
 
 def with_selection(actor, members, micro_batches):
@@ -99,6 +107,7 @@ def with_selection(actor, members, micro_batches):
         "sample_id": batch.sample_id,
         "seed": 1,
         "update": 0,
+        "reduce": reduce_one,
     }
     loss = actor.settings.policy_loss
     return replace(members, selection=loss.make_selection(data, actor.settings.options))

@@ -35,9 +35,9 @@ def passes(monkeypatch, model, tmp_path, *overrides):
 
         return forward
 
-    monkeypatch.setattr(actor, "hidden_rows", counted(actor.hidden_rows))
+    monkeypatch.setattr(actor, "inside", counted(actor.inside))
     monkeypatch.setattr(full_kl, "hidden_rows", counted(full_kl.hidden_rows))
-    monkeypatch.setattr(critic, "trunk_rows", counted(critic.trunk_rows))
+    monkeypatch.setattr(critic, "inside", counted(critic.inside))
     trainer = Trainer(parts, Silent(), None, lambda score: None)
     trainer.step()
     parts.generator.rewards.close()
