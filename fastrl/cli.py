@@ -202,6 +202,9 @@ def export(
     dtype: Annotated[
         str | None, typer.Option(metavar="float32|bfloat16|float16", help="Type of the weights; by default as trained.")
     ] = None,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Write the trained adapters alone (a run with model.lora_rank).")
+    ] = False,
 ) -> None:
     """Write a run's model as a Hugging Face folder.
 
@@ -214,7 +217,7 @@ def export(
         raise ConfigError(f"{folder} exists and is not empty: name a new folder")
     from fastrl.trainer.export import export_run
 
-    print(f"wrote {export_run(run_folder(run), target, dtype=dtype)}")
+    print(f"wrote {export_run(run_folder(run), target, dtype=dtype, adapter_only=adapter)}")
 
 
 @app.command()

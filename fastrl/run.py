@@ -143,6 +143,11 @@ def run_rank(loaded: LoadedConfig, resume: str | None, whereabouts: Whereabouts)
     ):
         for warning in loaded.warnings if rank() == 0 else ():
             logger.warning(warning)
+        if world_size() > config.rollout.num_prompts_per_step:
+            logger.info(
+                f"rollout.num_prompts_per_step = {config.rollout.num_prompts_per_step} is less than the "
+                f"{world_size()} processes: some generate nothing and take part in the rest"
+            )
         train(config, logger, manager, whereabouts, None if saved is None else str(checkpoint or folder))
     return folder
 

@@ -127,6 +127,22 @@ def device(subject: Subject) -> Iterator[Finding]:
         yield error("run.device", text=f"run.device = {name!r}: must be auto, cpu, cuda or cuda:N")
 
 
+def layers_of_the_model(subject: Subject) -> Iterator[Finding]:
+    """Options of recomputation and adapters need these to be on."""
+    model = subject.config.model
+    for key, on, why in (
+        ("gradient_checkpointing_every", model.gradient_checkpointing, "model.gradient_checkpointing = false"),
+        ("gradient_checkpointing_keep", model.gradient_checkpointing, "model.gradient_checkpointing = false"),
+        ("lora_alpha", model.lora_rank > 0, "model.lora_rank = 0 trains the whole model"),
+        ("lora_targets", model.lora_rank > 0, "model.lora_rank = 0 trains the whole model"),
+    ):
+        if f"model.{key}" in subject.set_keys and not on:
+            yield no_effect(f"model.{key}", why)
+    if model.lora_rank and importlib.util.find_spec("peft") is None:
+        text = "model.lora_rank: peft is not installed: pip install 'fastrl[lora]'"
+        yield Finding(("model.lora_rank",), text, "missing_package")
+
+
 def trackers(subject: Subject) -> Iterator[Finding]:
     """Every tracker's package is installed."""
     for name in subject.config.logging.trackers:
@@ -144,5 +160,6 @@ RULES: tuple[Rule, ...] = (
     validation,
     checkpoints,
     device,
+    layers_of_the_model,
     trackers,
 )

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import (
 
 from fastrl.errors import ModelError
 from fastrl.models.head import trunk
+from fastrl.models.layers import decoder_layers
 from fastrl.models.load import ValueModel, resolve_path, set_value_head
 from fastrl.models.stream import give_memory, local_folder, missing_weights, read_weights, weight_files
 
@@ -138,23 +139,6 @@ def sum_in_backward(model: nn.Module) -> None:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-
-
-def decoder_layers(model: nn.Module) -> Sequence[nn.Module]:
-    """The decoder layers, in order. Raises ModelError when the model does not name their class."""
-    base = trunk(model)
-    names = set(getattr(base, "_no_split_modules", None) or ())
-    layers = [module for module in base.modules() if type(module).__name__ in names]
-    layers = [layer for layer in layers if not any(layer is not other and layer in _inside(other) for other in layers)]
-    if not layers:
-        raise ModelError(
-            f"{type(base).__name__} does not name its decoder layers: it cannot be sharded, set parallel.shard = 1"
-        )
-    return layers
-
-
-def _inside(module: nn.Module) -> set[nn.Module]:
-    return set(module.modules())
 
 
 def own_head(model: nn.Module) -> nn.Module | None:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +24,11 @@ from transformers import (
 from fastrl.errors import ModelError
 from fastrl.models.attention import IMPLEMENTATION
 from fastrl.models.cpu import use_onednn
-from fastrl.models.double import KeepDouble
 from fastrl.models.head import trunk
 from fastrl.models.hub import local_files_only
+from fastrl.models.layers import compile_layers
 from fastrl.models.liger import apply_liger, choose_liger
+from fastrl.models.recompute import recompute_layers
 from fastrl.models.stream import fill, parameters_on_meta
 from fastrl.models.training_layout import choose_attention
 from fastrl.models.verify import refuse_by_name, verify
@@ -66,6 +64,9 @@ def load_model(
     revision: str | None = None,
     trust_remote_code: bool = False,
     gradient_checkpointing: bool = False,
+    gradient_checkpointing_every: int = 1,
+    gradient_checkpointing_keep: str = "nothing",
+    compiled: bool = False,
     skeleton: bool = False,
 ) -> PreTrainedModel:
     """A causal LM whose attention takes `fastrl_layout=` and whose every dropout is off, checked to be exact.
@@ -78,7 +79,9 @@ def load_model(
         liger: auto, on or off (model.liger).
         revision: branch, tag or commit on the hub.
         trust_remote_code: run Python code that comes with the model.
-        gradient_checkpointing: recompute each layer in the backward pass.
+        gradient_checkpointing: recompute layers in the backward pass.
+        gradient_checkpointing_every, gradient_checkpointing_keep: which, and what of them stays (`recompute_layers`).
+        compiled: compile each decoder layer.
         skeleton: leave the parameters on the meta device, without values; they are read once the model is sharded.
             A model of few layers stands in for the check.
 
@@ -110,9 +113,18 @@ def load_model(
         nn.Module.to(model, device)
     if choose_liger(config.model_type, torch.device(device), _as_dtype(dtype), liger):
         setattr(model, "fastrl_liger", apply_liger(model))  # noqa: B010
-    return prepare_model(
-        model, path, attention=attention, gradient_checkpointing=gradient_checkpointing, check=not skeleton
+    prepare_model(
+        model,
+        path,
+        attention=attention,
+        gradient_checkpointing=gradient_checkpointing,
+        gradient_checkpointing_every=gradient_checkpointing_every,
+        gradient_checkpointing_keep=gradient_checkpointing_keep,
+        check=not skeleton,
     )
+    if compiled:
+        compile_layers(model)
+    return model
 
 
 def skeleton_of(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
@@ -146,6 +158,8 @@ def prepare_model(
     *,
     attention: str = "auto",
     gradient_checkpointing: bool = False,
+    gradient_checkpointing_every: int = 1,
+    gradient_checkpointing_keep: str = "nothing",
     check: bool = True,
 ) -> PreTrainedModel:
     """Make a causal LM in memory ready: own attention, no dropout, verified; returns the same object."""
@@ -157,19 +171,10 @@ def prepare_model(
         use_onednn(trunk(model))
     model.eval()
     if gradient_checkpointing:
-        double = model.dtype == torch.float64  # such models recompute in float64 too
-        context = partial(_checkpoint_contexts, KeepDouble if double else contextlib.nullcontext)
-        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": context})
-        model.train()
+        recompute_layers(model, every=gradient_checkpointing_every, keep=gradient_checkpointing_keep)
     if check:
         verify(model, path)
     return model
-
-
-def _checkpoint_contexts(
-    recompute: Callable[[], AbstractContextManager[Any]],
-) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    return contextlib.nullcontext(), recompute()
 
 
 class ValueModel(nn.Module):

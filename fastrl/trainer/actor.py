@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -146,6 +146,7 @@ class Actor(PolicyModel):
     def backward(self, members: OptimizerBatch, micro: MicroBatch, seen: Tensor, metrics: Metrics) -> Tensor:
         """Forward and backward of one micro-batch; returns its share of the loss (0-d, detached)."""
         own = own_rows(self.model, micro)
+        path: Callable[..., tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]]
         counted: AbstractContextManager[None] = contextlib.nullcontext()
         if self.gradient_in_forward:
             rows_of, counted, path = own, metrics.counted(), partial(self.loss_in_forward, members, own)

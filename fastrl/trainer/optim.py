@@ -86,8 +86,10 @@ class Optimizer:
         max_grad_norm: float = 1.0,
         max_skipped: int = 3,
         torch_optimizer: torch.optim.Optimizer | None = None,
+        offload_moments: bool = False,
     ) -> None:
         self.name, self.schedule = name, schedule
+        self.offload_moments = offload_moments  # they wait in CPU memory between updates
         self.max_grad_norm, self.max_skipped = max_grad_norm, max_skipped
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self.updates = 0  # finished updates
@@ -124,8 +126,10 @@ class Optimizer:
         clip_gradients(self.parameters, self.max_grad_norm, norm)
         for group in self.torch_optimizer.param_groups:
             group["lr"] = self.lr
+        self.move_moments(to_parameters=True)
         self.torch_optimizer.step()
         self.zero_grad()
+        self.move_moments(to_parameters=False)
         self.updates += 1
         self.skipped_in_a_row = 0
         return norm, True
@@ -133,6 +137,14 @@ class Optimizer:
     def zero_grad(self) -> None:
         """Drop all gradients."""
         self.torch_optimizer.zero_grad(set_to_none=True)
+
+    def move_moments(self, *, to_parameters: bool) -> None:
+        """Bring the moments to their parameters' device, or give that memory back, where they are offloaded."""
+        if not self.offload_moments:
+            return
+        for p, state in self.torch_optimizer.state.items():
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = state[name].to(p.device if to_parameters else "cpu")
 
     def make_state(self) -> None:
         """Zero moments where no update has made any yet, the same as the first update would start from.

@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,12 +18,13 @@ from fastrl.algorithms.kl import AdaptiveKL, FixedKL
 from fastrl.algorithms.registry import Entry, check_options, get_advantage, get_correction, get_kl, get_policy_loss
 from fastrl.config.schema import Config
 from fastrl.data.prompts import PromptCursor, PromptSet, load_prompts
-from fastrl.dist.fsdp import load_sharded, splits
+from fastrl.dist.fsdp import splits
 from fastrl.dist.mesh import make_mesh
 from fastrl.dist.sequence import sequence_groups
+from fastrl.errors import ConfigError
 from fastrl.models.cpu import keep_heap
 from fastrl.models.flops import forward_flops
-from fastrl.models.load import load_critic, load_model, load_tokenizer, stop_token_ids
+from fastrl.models.load import load_critic, load_tokenizer, stop_token_ids
 from fastrl.rewards import RewardPool
 from fastrl.rewards.pool import component_names
 from fastrl.rollout.engine import Engine, SamplingParams
@@ -37,15 +38,15 @@ from fastrl.trainer.generation import Generator
 from fastrl.trainer.loop import Parts
 from fastrl.trainer.losses import LossSettings
 from fastrl.trainer.metrics import Metrics
+from fastrl.trainer.models import load_part, load_policy, load_trained_policy
 from fastrl.trainer.optim import Optimizer, Schedule, total_updates
 from fastrl.trainer.plan import Plan, check_engine, make_plan
 from fastrl.trainer.precision import compute_dtype, resolve_device
+from fastrl.trainer.reference import Reference, WithoutAdapters
 from fastrl.trainer.router_loss import RouterLoss
 from fastrl.trainer.selection import EntropyController
 from fastrl.trainer.sequence import share_rows
 from fastrl.trainer.validation import Validator
-
-Model = TypeVar("Model", bound=nn.Module)
 
 
 def seed_everything(seed: int) -> None:
@@ -78,7 +79,7 @@ def build(
     cursor = PromptCursor(train, seed=config.run.seed, shuffle=config.data.shuffle)
     total_steps = number_of_steps(config, len(train))
     mesh = make_mesh(device, config.parallel.replicate, config.parallel.shard)
-    model = load_policy(config, dtype, device, mesh)
+    model = load_trained_policy(config, dtype, device, mesh)
     schedule = actor_schedule(config, plan, total_steps)
     actor = Actor(
         model,
@@ -104,7 +105,8 @@ def build(
     )
     if progress is not None:
         generator.progress = partial(progress, "generate")
-    reference = make_reference(config, plan, dtype, device, mesh)
+    reference = make_reference(config, plan, model, dtype, device, mesh)
+    refuse_full_kl(config, mesh)
     if reference is not None and config.algorithm.kl_loss_coef > 0 and config.algorithm.kl_loss_kind == "full":
         actor.full_kl = FullKL(actor, reference).rows
     if config.algorithm.router_aux_coef > 0:
@@ -167,37 +169,6 @@ def number_of_steps(config: Config, num_prompts: int) -> int:
     return math.ceil(per_epoch * (config.optim.total_epochs or 1.0))
 
 
-def load_policy(
-    config: Config, dtype: torch.dtype, device: torch.device, mesh: DeviceMesh | None = None
-) -> PreTrainedModel:
-    """The policy (or a second, frozen copy of it)."""
-    return load_part(load_model, config.model.path, config, dtype, device, mesh)
-
-
-def load_part(
-    load: Callable[..., Model],
-    path: str,
-    config: Config,
-    dtype: torch.dtype,
-    device: torch.device,
-    mesh: DeviceMesh | None,
-) -> Model:
-    """One model, whole or sharded over the ranks as the section `parallel` says."""
-    m = config.model
-    options = {
-        "attention": m.attention,
-        "liger": m.liger,
-        "revision": m.revision if path == m.path else None,
-        "trust_remote_code": m.trust_remote_code,
-        "gradient_checkpointing": m.gradient_checkpointing,
-    }
-    if not splits(mesh):
-        return load(path, dtype=dtype, device=device, **options)
-    assert mesh is not None
-    offload = config.parallel.offload == "parameters"
-    return load_sharded(load, path, mesh, device, dtype=dtype, offload_parameters=offload, **options)
-
-
 def actor_schedule(config: Config, plan: Plan, total_steps: int) -> Schedule:
     """The policy's schedule runs over its own updates: those after the critic's warm-up."""
     o = config.optim
@@ -220,6 +191,7 @@ def make_optimizer(
         weight_decay=weight_decay,
         max_grad_norm=max_grad_norm,
         max_skipped=o.max_skipped_updates,
+        offload_moments=config.parallel.offload == "optimizer",
     )
 
 
@@ -243,14 +215,37 @@ def make_critic(
 
 
 def make_reference(
-    config: Config, plan: Plan, dtype: torch.dtype, device: torch.device, mesh: DeviceMesh | None = None
+    config: Config,
+    plan: Plan,
+    policy: PreTrainedModel,
+    dtype: torch.dtype,
+    device: torch.device,
+    mesh: DeviceMesh | None = None,
 ) -> PolicyModel | None:
-    """The frozen starting policy, or None."""
+    """The frozen starting policy, or None; with adapters it is the policy with these off."""
     if not plan.reference:
         return None
+    if config.model.lora_rank:
+        return WithoutAdapters(policy, temperature=config.rollout.temperature, dtype=dtype)
     model = load_policy(config, dtype, device, mesh)
     model.requires_grad_(False)
-    return PolicyModel(model, temperature=config.rollout.temperature, dtype=dtype)
+    offload = config.parallel.offload != "none"
+    return Reference(model, device, offload=offload, temperature=config.rollout.temperature, dtype=dtype)
+
+
+def refuse_full_kl(config: Config, mesh: DeviceMesh | None) -> None:
+    """The KL over the vocabulary runs both heads again in the backward pass: their weights must be whole and apart."""
+    a = config.algorithm
+    keys = (
+        ("kl_loss_kind", a.kl_loss_coef > 0, a.kl_loss_kind),
+        ("kl_reward_kind", a.kl_reward_coef > 0, a.kl_reward_kind),
+    )
+    for key, used, kind in keys:
+        if used and kind == "full" and (splits(mesh) or config.model.lora_rank):
+            change = "parallel.shard = 1" if splits(mesh) else "model.lora_rank = 0"
+            raise ConfigError(
+                f"algorithm.{key} = full needs whole models without adapters: set {change}, or {key} = k3"
+            )
 
 
 def make_engine(

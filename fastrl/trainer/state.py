@@ -10,6 +10,7 @@ import torch
 
 from fastrl.dist.checkpoint import CheckpointManager, load_checkpoint
 from fastrl.errors import CheckpointError
+from fastrl.models.lora import load_trained_state, trained_state
 from fastrl.trainer.optim import Optimizer
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def tensors_of(trainer: Trainer) -> dict[str, Any]:
 def model_state(model: torch.nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """State dicts of one model and its moments."""
     optimizer.make_state()
-    return {"model": model.state_dict(), "optimizer": optimizer.torch_optimizer.state_dict()}
+    return {"model": trained_state(model), "optimizer": optimizer.torch_optimizer.state_dict()}
 
 
 def progress_of(trainer: Trainer) -> dict[str, Any]:
@@ -81,9 +82,9 @@ def restore(trainer: Trainer, manager: CheckpointManager, path: str) -> dict[str
 
 def restore_weights(parts: Parts, path: str) -> None:
     """The policy's weights of a checkpoint, nothing else."""
-    wanted = {"policy": {"model": parts.actor.model.state_dict(), "optimizer": {}}}
+    wanted = {"policy": {"model": trained_state(parts.actor.model), "optimizer": {}}}
     tensors, state = load_checkpoint(path, wanted)
-    parts.actor.model.load_state_dict(tensors["policy"]["model"])
+    load_trained_state(parts.actor.model, tensors["policy"]["model"])
     parts.engine.update_weights(parts.actor.model, state["version"])
 
 
@@ -91,7 +92,7 @@ def load_model_state(
     model: torch.nn.Module, optimizer: Optimizer, tensors: dict[str, Any], counters: dict[str, Any]
 ) -> None:
     """Weights, moments and counters of one model."""
-    model.load_state_dict(tensors["model"])
+    load_trained_state(model, tensors["model"])
     optimizer.torch_optimizer.load_state_dict(tensors["optimizer"])
     optimizer.load_state_dict(counters)
 

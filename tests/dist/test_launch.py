@@ -113,3 +113,16 @@ def test_a_port_in_use_is_named():
         result = rank_process(port)
     assert result.returncode != 0
     assert f"the port of 127.0.0.1:{port} is in use" in result.stderr, result.stderr[-2000:]
+
+
+@pytest.mark.slow
+def test_torchrun_runs_the_same_code(model, tmp_path):
+    (tmp_path / "empty.yaml").write_text("{}\n")
+    short = ["run.dtype=float64", "optim.total_steps=1"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-endpoint", "127.0.0.1:0"]
+    command += ["--rdzv-backend", "c10d", "-m", "fastrl", "train", str(tmp_path / "empty.yaml")]
+    overrides = short_run(model, tmp_path / "2", *short)
+    result = subprocess.run([*command, *overrides], env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr[-3000:]
+    one = metrics_of(train(short_run(model, tmp_path / "1", *short)))
+    assert metrics_of(tmp_path / "2" / "run")[0] == pytest.approx(one[0], rel=1e-9, abs=1e-12)
