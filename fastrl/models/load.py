@@ -98,7 +98,7 @@ def load_model(
         if skeleton:
             model = skeleton_of(config, parameter_dtype, trust_remote_code)
             with contextlib.suppress(OSError):  # a folder need not have one
-                model.generation_config = GenerationConfig.from_pretrained(source, revision=revision)
+                model.generation_config = GenerationConfig.from_pretrained(source, revision=revision or "main")
         else:
             model = AutoModelForCausalLM.from_pretrained(
                 source, config=config, dtype=parameter_dtype, attn_implementation=IMPLEMENTATION, **hub

@@ -33,7 +33,7 @@ def parameters_on_meta() -> Iterator[None]:
         if param is not None and not param.is_meta:  # tying sets the same parameter once more
             module._parameters[name] = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
 
-    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    nn.Module.register_parameter = register  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
