@@ -94,13 +94,13 @@ def read_weights(model: nn.Module, names: Callable[[str], str], stored: dict[str
         by_file.setdefault(stored[names(name)], []).append((names(name), parameter))
     for path, parameters in by_file.items():
         with safe_open(path, "pt") as file:
-            for name, parameter in parameters:
+            for name, target in parameters:
                 source = file.get_slice(name)
-                if tuple(source.get_shape()) != tuple(parameter.shape):
+                if tuple(source.get_shape()) != tuple(target.shape):
                     raise ModelError(
-                        f"{path}: {name} is {list(source.get_shape())}, the model's is {list(parameter.shape)}"
+                        f"{path}: {name} is {list(source.get_shape())}, the model's is {list(target.shape)}"
                     )
-                fill(parameter, source)
+                fill(target, source)
 
 
 @torch.no_grad()
