@@ -12,6 +12,7 @@ not needed. `--device cpu --sizes tiny --buckets-mib 1` tries the script without
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import multiprocessing
@@ -162,7 +163,8 @@ class Peer:
 
     def stop(self) -> None:
         """End the process."""
-        self.pipe.send(("stop",))
+        with contextlib.suppress(OSError):  # it may have died already
+            self.pipe.send(("stop",))
         self.process.join(10)
         if self.process.is_alive():
             self.process.kill()

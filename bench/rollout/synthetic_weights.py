@@ -51,9 +51,11 @@ class SyntheticPolicy(nn.Module):
             if not hasattr(owner, part):
                 owner.add_module(part, nn.Module())
             owner = getattr(owner, part)
-        generator = torch.Generator(device=self.options["device"]).manual_seed(self.seed)
+        values = torch.empty(shape, **self.options)
+        if values.device.type != "meta":  # there the shapes are all there is
+            generator = torch.Generator(device=values.device).manual_seed(self.seed)
+            values.normal_(0, 0.02, generator=generator)
         self.seed += 1
-        values = torch.empty(shape, **self.options).normal_(0, 0.02, generator=generator)
         owner.register_parameter(leaf, nn.Parameter(values, requires_grad=False))
 
     def specs(self, dtype: torch.dtype) -> list[TensorSpec]:
