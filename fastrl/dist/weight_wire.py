@@ -17,6 +17,7 @@ import socket
 import struct
 import tempfile
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -126,7 +127,7 @@ class Door:
         self.folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=base))  # mode 0700
         self.address = str(self.folder / SOCKET)
         self.token = secrets.token_hex(16)
-        self.owner = os.getpid()
+        self._remove = weakref.finalize(self, remove_own, self.folder, os.getpid())  # at the latest when Python ends
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         with short_path(self.address) as path:
             self.socket.bind(path)
@@ -155,8 +156,13 @@ class Door:
     def close(self) -> None:
         """Close and remove the socket and its folder; only the process that made them does."""
         self.socket.close()
-        if os.getpid() == self.owner:
-            shutil.rmtree(self.folder, ignore_errors=True)
+        self._remove()
+
+
+def remove_own(folder: Path, owner: int) -> None:
+    """Remove a folder of this process; a forked copy of it leaves the folder alone."""
+    if os.getpid() == owner:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def connect(address: str, token: str, hello: dict[str, Any], who: str = "the trainer") -> Line:

@@ -7,6 +7,7 @@ engine's stream waits for. While the optimizer writes, the engine must not be ge
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -28,6 +29,8 @@ from fastrl.dist.weight_sync import Delivery, last_words
 from fastrl.dist.weight_wire import Door, Line, LineClosed, connect, remove_abandoned
 from fastrl.errors import WeightError
 
+SERVE_S = 0.5  # how often the thread that waits for engines looks whether it is still wanted
+
 
 def zero_copy_problem(model: nn.Module) -> str | None:
     """Why this model's weights cannot be shared in place; None when they can (its device included)."""
@@ -45,6 +48,10 @@ def zero_copy_problem(model: nn.Module) -> str | None:
         except WeightError as error:
             return str(error)
     return problem
+
+
+class Refused(WeightError):
+    """The engine cannot compute with the shared weights."""
 
 
 class SharedWeights:
@@ -89,8 +96,12 @@ class SharedWeights:
                 views[entry.name].copy_(entry.tensor.detach())
                 entry.tensor.data = views[entry.name]
         self.line: Line | None = None
+        self.refusal: str | None = None
+        self.changed, self.closed = threading.Condition(), False
         self.door = Door(folder)
         self.address, self.token = self.door.address, self.door.token
+        # an engine maps its weights while it starts, and again when it was restarted: nobody waits for it here
+        threading.Thread(target=self._serve, name="fastrl-shared-weights", daemon=True).start()
 
     def publish(self, version: int, *, verify: bool = False) -> Delivery:
         """Tell the engine that the memory holds the weights of `version`; returns when it has taken note.
@@ -104,7 +115,7 @@ class SharedWeights:
         """
         started = time.monotonic()
         self._check_views()
-        line = self.line or self._accept()
+        line = self._wait_for_engine()
         sums = self.checksums() if verify else {}
         self.memory.mark(0)
         try:
@@ -112,7 +123,7 @@ class SharedWeights:
             answer = line.receive(self.timeout_s)
         except LineClosed as error:
             why = last_words(line)
-            self.line = None
+            self._drop(line)
             raise WeightError(f"the engine process ended before version {version}: {why or error}") from error
         if answer["kind"] != "noted":
             raise WeightError(f"the engine could not take version {version}: {answer.get('why', answer['kind'])}")
@@ -127,6 +138,7 @@ class SharedWeights:
 
     def close(self) -> None:
         """Close the line and remove the socket; the memory stays as long as the parameters lie in it."""
+        self.closed = True
         if self.line is not None:
             self.line.close()
             self.line = None
@@ -139,20 +151,47 @@ class SharedWeights:
             if entry.tensor.data_ptr() != views[entry.name].data_ptr():
                 raise WeightError(f"{entry.name} has left the memory shared with the engine: it was replaced or moved")
 
-    def _accept(self) -> Line:
-        line, hello = self.door.accept(self.timeout_s)
+    def _wait_for_engine(self) -> Line:
+        with self.changed:
+            self.changed.wait_for(lambda: self.line is not None or self.refusal is not None, self.timeout_s)
+            if self.line is not None:
+                return self.line
+            why, self.refusal = self.refusal, None
+        raise WeightError(why or f"no engine has mapped the shared weights within {self.timeout_s:g} s")
+
+    def _drop(self, line: Line) -> None:
+        line.close()
+        with self.changed:
+            if self.line is line:
+                self.line = None
+
+    def _serve(self) -> None:
+        """Hand the memory to every engine that connects; the newest one counts."""
+        while not self.closed:
+            try:
+                line, hello = self.door.accept(SERVE_S)
+                self._hand_over(line, hello)
+            except (WeightError, OSError) as error:
+                if isinstance(error, Refused):
+                    with self.changed:
+                        self.refusal = str(error)
+                        self.changed.notify_all()
+                continue  # nobody came, or who came has gone
+
+    def _hand_over(self, line: Line, hello: dict[str, Any]) -> None:
         if hello.get("protocol") != PROTOCOL:
             line.close()
-            raise WeightError(f"the engine speaks protocol {hello.get('protocol')}, the trainer {PROTOCOL}")
+            raise Refused(f"the engine speaks protocol {hello.get('protocol')}, the trainer {PROTOCOL}")
         fields, descriptors = self.memory.offer()
         line.send({"kind": "memory", "layout": layout_to_json(self.layout), **fields}, descriptors)
         answer = line.receive(self.timeout_s)
         if answer["kind"] != "opened":
             line.close()
-            raise WeightError(f"rollout.zero_copy: the engine cannot use the shared weights: {answer.get('why')}")
+            raise Refused(f"rollout.zero_copy: the engine cannot use the shared weights: {answer.get('why')}")
         self.memory.opened(answer)
-        self.line = line
-        return line
+        with self.changed:
+            self.line, self.refusal = line, None
+            self.changed.notify_all()
 
 
 class SharedWeightsReceiver:

@@ -169,12 +169,14 @@ def test_masters_follow_plain_adamw_in_float32_and_views_are_their_rounding():
     for p, q, m in zip(model.parameters(), plain.parameters(), optimizer.parameters, strict=True):
         torch.testing.assert_close(m, q, atol=1e-6, rtol=1e-6)
         assert torch.equal(p, m.bfloat16()) and p.grad is None and m.grad is None
+    shared.close()
 
 
 def test_the_state_of_masters_survives_a_checkpoint():
     first, second = Decoder(seed=1), Decoder(seed=2)
+    shared = [SharedWeights(m) for m in (first, second)]
     optimizers = [
-        ViewOptimizer(m, Schedule(1e-2), name="policy", masters=SharedWeights(m).masters) for m in (first, second)
+        ViewOptimizer(m, Schedule(1e-2), name="policy", masters=s.masters) for m, s in zip((first, second), shared)
     ]
 
     def step(model, optimizer):
@@ -191,6 +193,8 @@ def test_the_state_of_masters_survives_a_checkpoint():
         assert torch.equal(p, q)
     for p, q in zip(optimizers[0].parameters, optimizers[1].parameters):
         assert torch.equal(p, q)
+    for weights in shared:
+        weights.close()
 
 
 def test_an_engine_with_another_layout_is_refused_and_a_lost_view_is_noticed():
@@ -228,6 +232,9 @@ def test_an_engine_killed_before_an_update_is_named(tmp_path):
     child.result()
     with pytest.raises(WeightError, match="the engine process ended before version 2"):
         shared.publish(2)
+    child = Child(engine)  # started again: it maps the same memory
+    assert shared.publish(2, verify=True).bytes == 0
+    child.result()
     shared.close()
     assert list(tmp_path.iterdir()) == []
 
