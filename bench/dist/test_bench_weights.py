@@ -38,12 +38,14 @@ class Delivery:
 
     clock = "process"
 
-    def __init__(self, model: nn.Module, mode: str, verify: bool = True) -> None:
+    def __init__(self, model: nn.Module, mode: str, verify: str = "always") -> None:
         self.model, self.mode, self.verify = model, mode, verify
         self.folder = Path(tempfile.mkdtemp(prefix="bench_", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
         shapes = {name: list(p.shape) for name, p in model.named_parameters()}
         (self.folder / "shapes.json").write_text(json.dumps(shapes))
-        self.sender = WeightSender(model, dtype=torch.bfloat16, verify=verify) if mode == "shared_memory" else None
+        self.sender = None
+        if mode == "shared_memory":
+            self.sender = WeightSender(model, transport=mode, dtype=torch.bfloat16, verify=verify)
         rest = [self.sender.address, self.sender.token] if self.sender else []
         command = [sys.executable, str(ROOT / "bench/dist/weight_child.py"), mode, str(self.folder), *map(str, rest)]
         environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -105,7 +107,7 @@ def test_weight_delivery(bench, smoke):
             f"weights {count / 1e6:.0f}M fp32 -> bf16, another process",
             {
                 "fastrl": Delivery(model, "shared_memory"),
-                "fastrl, no checksums": Delivery(model, "shared_memory", verify=False),
+                "fastrl, no checksums": Delivery(model, "shared_memory", verify="off"),
                 "file in memory": Delivery(model, "file"),
             },
             expected=lambda: [p.detach().bfloat16() for p in model.parameters()],

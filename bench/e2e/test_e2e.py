@@ -35,6 +35,8 @@ def train_settings(model: str, case: str, folder) -> dict:
         model=model, case=case, steps=ROUNDS, warmup=1, seed=0, no_correction=True, trl_python=None
     )
     settings = settings_of(options, str(folder)) | {"reward": "python:bench.e2e.tasks:even_sum", "ignore_eos": True}
+    for message in settings["system"]:
+        message["content"] = message["content"].strip()  # as the configuration reads it
     path = folder / "rollouts.json"
     record(settings, path)
     return settings | {"recorded": str(path), "generation_kwargs": None}
