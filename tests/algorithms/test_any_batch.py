@@ -14,7 +14,8 @@ from fastrl.algorithms.aggregation import MODES
 from fastrl.kernels import aggregate
 
 EXAMPLES = settings(max_examples=60, deadline=None, derandomize=True)
-SCORES = st.sampled_from([0.0, 1.0, 1.0, 0.5, -2.0, 1e6, 1e6 + 0.5, 1.0 + 5e-7, 3e-7])
+# on both sides of what counts as no spread: a range of 1e-6 times the largest score, or of 1e-6
+SCORES = st.sampled_from([0.0, 1.0, 1.0, 0.5, -2.0, 1e6, 1e6 + 0.5, 1e6 + 3, 1.0 + 5e-7, 1.0 + 3e-6, 3e-7])
 
 
 @st.composite

@@ -164,6 +164,18 @@ def test_group_of_one_and_equal_scores_give_exactly_zero(name):
     assert torch.equal(get_advantage(name).call(data), torch.zeros(9))
 
 
+@pytest.mark.parametrize("name", GROUP_ESTIMATORS)
+@pytest.mark.parametrize("scores", [[1.0, 1.0 + 3e-6], [1e6, 1e6 + 3]])
+def test_a_little_more_spread_than_none_counts(name, scores):
+    data = {
+        "scores": torch.tensor(scores, dtype=torch.float64),
+        "group_id": torch.tensor([4, 4]),
+        "lengths": torch.tensor([2, 3]),
+        "valid": torch.ones(2, dtype=torch.bool),
+    }
+    assert get_advantage(name).call(data)[1] > 0
+
+
 def test_gdpo_group_of_one_and_abstaining_sample():
     data = {
         "components": {"a": torch.tensor([1.0, 0.0, 5.0]), "b": torch.tensor([torch.nan, 2.0, 5.0])},

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tiny_models import ragged_batch, tiny_model
 
 from fastrl.algorithms.kl import FixedKL
-from fastrl.algorithms.registry import check_options, get_advantage, get_policy_loss
+from fastrl.algorithms.registry import check_options, get_advantage, get_kl, get_policy_loss
 from fastrl.data.balance import CostModel
 from fastrl.data.batch import SEQUENCE_FIELDS, RolloutBatch
 from fastrl.data.packing import fill_up, pack, plan_optimizer_batches
@@ -19,10 +19,11 @@ from fastrl.dist.exchange import exchange, gather_table
 from fastrl.dist.sequence import sequence_groups
 from fastrl.models.head import trunk
 from fastrl.models.load import ValueModel, prepare_model
-from fastrl.trainer.actor import Actor
+from fastrl.trainer.actor import Actor, PolicyModel
 from fastrl.trainer.advantage import AdvantageStage
 from fastrl.trainer.balancing import Exchange
 from fastrl.trainer.critic import Critic
+from fastrl.trainer.full_kl import FullKL
 from fastrl.trainer.losses import LossSettings
 from fastrl.trainer.metrics import Metrics
 from fastrl.trainer.normalizers import optimizer_batch, remaining
@@ -118,6 +119,7 @@ def update(
     family: str = "llama",
     sequence: int = 1,
     checkpointing: bool = False,
+    full_kl: bool = False,
 ) -> dict[str, Any]:
     """Gradients (summed over ranks) and metrics of the update of one rollout, exchanged and balanced."""
     metrics = Metrics()
@@ -146,11 +148,20 @@ def update(
     actor = Actor(
         model,
         Optimizer(model, Schedule(0.0), name="policy"),
-        LossSettings(policy_loss=policy_loss, options=check_options(policy_loss, {})),
+        LossSettings(
+            policy_loss=policy_loss,
+            options=check_options(policy_loss, {}),
+            kl=get_kl("full") if full_kl else None,
+            kl_coef=0.3,
+        ),
         temperature=0.8,
         dtype=torch.float64,
         gradient_in_forward=policy_loss.level != "sequence",
     )
+    if full_kl:
+        other = prepare_model(tiny_model(family, seed=1))
+        share_rows(other, sequence_groups(sequence))
+        actor.full_kl = FullKL(actor, PolicyModel(other, temperature=0.8, dtype=torch.float64)).rows
     flat = [micro for micro_batches in made for micro in micro_batches]
     now = actor.log_prob(batch, flat, want_entropy=True, want_sum_sq=True, metrics=metrics)
     seen = torch.full_like(batch.need("advantages"), float("nan"))
@@ -165,6 +176,10 @@ def update(
     mismatch_metrics(batch, merge_seen(model, seen), metrics)
     metrics.muted = False
     per_token = {"advantages": batch.need("advantages"), **now}
+    if full_kl:
+        per_token["ref_kl"] = FullKL(actor, PolicyModel(other, temperature=0.8, dtype=torch.float64)).of_batch(
+            flat, batch.need("advantages")
+        )
     return {
         "gradients": gradients,
         "losses": losses,

@@ -34,6 +34,7 @@ if size > 1:
         out["lacking"] = str(error)
 out["grpo"] = s.update(rank, size, "grpo", num_updates=2)
 out["otb"] = s.update(rank, size, "optimal_token_baseline")
+out["full"] = s.update(rank, size, "grpo", full_kl=True)
 return out
 """
 
@@ -82,7 +83,7 @@ def test_bad_destinations_and_missing_fields_are_named(results, size):
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", ["grpo", "otb"])
+@pytest.mark.parametrize("name", ["grpo", "otb", "full"])
 def test_the_update_is_that_of_one_rank(results, size, name):
     (one,), ranks = [r[name] for r in results[1]], [r[name] for r in results[size]]
     assert sum(r["sequences"] for r in ranks) == one["sequences"]

@@ -20,6 +20,7 @@ out = {}
 for family in ("llama", "gemma2", "gpt2"):
     out[family] = s.update(rank, size, family=family, sequence=size)
 out["gspo"] = s.update(rank, size, loss="gspo", sequence=size)
+out["full KL"] = s.update(rank, size, loss="gspo", sequence=size, full_kl=True)
 out["checkpointing"] = s.update(rank, size, sequence=size, checkpointing=True)
 out["values"] = s.values(rank, size, size)
 if size == 4:
@@ -41,7 +42,7 @@ def results():
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "gspo", "checkpointing", "values"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "gspo", "full KL", "checkpointing", "values"])
 def test_equal_to_the_unsplit_path(results, size, name):
     one, ranks = results[1][0][name], [r[name] for r in results[size]]
     assert [r["sequences"] for r in ranks] == [one["sequences"]] * size, "all ranks hold all sequences"
