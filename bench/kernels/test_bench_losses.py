@@ -19,7 +19,20 @@ def make(rows: int, columns: int) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     x, y, z = (torch.randn(rows, columns) * 0.3 - 1 for _ in range(3))
     lengths = torch.randint(columns // 4, columns + 1, (rows, 1))
-    return {"log_prob": x, "old": y, "advantages": z + 1, "mask": torch.arange(columns)[None] < lengths}
+    x, y, z = away_from_borders(x.double(), y.double(), z.double() + 1)
+    return {"log_prob": x, "old": y, "advantages": z, "mask": torch.arange(columns)[None] < lengths}
+
+
+def away_from_borders(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> list[torch.Tensor]:
+    """The values with those moved where rounding would decide between two branches of a loss: a ratio at the border of
+    the clip, a value at its own, and two squares of the same size."""
+    for _ in range(8):
+        ratio, held = (x - y).exp(), torch.minimum(torch.maximum(x, y - 0.5), y + 0.5)
+        near = (ratio - 0.8).abs().minimum((ratio - 1.2).abs()).minimum(((x - y).abs() - 0.5).abs()) < 1e-4
+        squares = (x - z) ** 2, (held - z) ** 2
+        near |= (held != x) & ((squares[0] - squares[1]).abs() < 1e-4 * squares[0])
+        x, z = torch.where(near, x + 0.003, x), torch.where(near, z + 0.007, z)
+    return [t.float() for t in (x, y, z)]
 
 
 def gradient(loss_of, x):
