@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from fastrl.algorithms.kl import full_kl
 from fastrl.data.packing import MicroBatch
 from fastrl.models.forward import hidden_rows
-from fastrl.models.head import HeadParameters, logits_of
+from fastrl.models.head import head_of, logits_of
 from fastrl.trainer.actor import PolicyModel
 from fastrl.trainer.precision import autocast
 from fastrl.trainer.sequence import merge, own_rows
@@ -33,7 +33,7 @@ class FullKL:
         device = hidden.device
         with torch.no_grad(), autocast(self.policy.dtype, device):
             ref_hidden = hidden_rows(self.reference.model, micro)
-        head, ref_head = parameters_of(self.policy), parameters_of(self.reference)
+        head, ref_head = head_of(self.policy.model), head_of(self.reference.model)
 
         def chunk(rows: Tensor, ref_rows: Tensor) -> Tensor:
             with autocast(self.policy.dtype, device):
@@ -54,12 +54,6 @@ class FullKL:
                 hidden = hidden_rows(self.policy.model, own)
             out[own.token_index] = self.rows(own, hidden).to(out.dtype)
         return merge(self.policy.model, out)
-
-
-def parameters_of(model: PolicyModel) -> HeadParameters:
-    """The head as the fused head kernels get it."""
-    given = model.head_arguments()
-    return HeadParameters(given["weight"], given["bias"], given["logit_scale"], given["logit_softcap"])
 
 
 def in_chunks(function: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor, size: int) -> Tensor:
