@@ -168,7 +168,7 @@ class RunConfig(Section):
 
 class ParallelConfig(Section):
     processes: int | None = Field(None, ge=1, description="ranks that `fastrl train` starts on this machine; null is one per visible GPU, or one on a CPU; torchrun decides for itself")
-    replicate: int = Field(1, ge=1, description="copies of each model over the ranks; every copy is sharded over parallel.shard ranks")
+    replicate: int | None = Field(None, ge=1, description="copies of each model over the ranks, each sharded over parallel.shard of them; null is all ranks / parallel.shard, or 1")
     shard: int | None = Field(None, ge=1, description="ranks that each copy of a model is sharded over; null is all ranks / parallel.replicate; 1 keeps whole models and sums their gradients")
     sequence: int = Field(1, ge=1, description="consecutive ranks that split every micro-batch between them (rows, and heads in attention), for sequences too long for one; at most the number of attention heads")
     offload: Literal["none", "reference", "optimizer", "parameters"] = Field("reference", description="what waits in CPU memory of a GPU run, each with those before it: the reference model between its passes, the moments between updates, masters and gradients of sharded models")

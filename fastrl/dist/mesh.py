@@ -127,24 +127,25 @@ def meet(here: Place, timeout_s: float) -> dist.Store:
     return store
 
 
-def mesh_shape(size: int, replicate: int, shard: int | None) -> tuple[int, int]:
-    """(replicate, shard) for `size` ranks; `shard` None takes what replicate leaves.
+def mesh_shape(size: int, replicate: int | None, shard: int | None) -> tuple[int, int]:
+    """(replicate, shard) for `size` ranks; None takes what the other leaves, and both None shard over all.
 
     Raises ConfigError when they do not make up `size`.
     """
-    if shard is None and size % replicate == 0:
-        return replicate, size // replicate
-    if shard is None or replicate * shard != size:
-        product = f"parallel.replicate = {replicate}" + ("" if shard is None else f" x parallel.shard = {shard}")
+    copies = replicate or (1 if shard is None else max(1, size // shard))
+    ranks = shard or max(1, size // copies)
+    if copies * ranks != size:
+        given = {"parallel.replicate": replicate, "parallel.shard": shard}
+        product = " x ".join(f"{key} = {value}" for key, value in given.items() if value is not None)
         divisors = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
         raise ConfigError(
             f"{product} does not divide {size} processes: each must be a divisor of {size} ({divisors}) and their "
-            "product the number of processes; parallel.shard = null takes what is left"
+            "product the number of processes; null takes what the other leaves"
         )
-    return replicate, shard
+    return copies, ranks
 
 
-def make_mesh(device: torch.device, replicate: int, shard: int | None) -> DeviceMesh | None:
+def make_mesh(device: torch.device, replicate: int | None, shard: int | None) -> DeviceMesh | None:
     """The mesh (replicate, shard) over all ranks, or None for one rank. Raises ConfigError as `mesh_shape` does."""
     shape = mesh_shape(world_size(), replicate, shard)
     if world_size() == 1:

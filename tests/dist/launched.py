@@ -34,7 +34,7 @@ with process_group(torch.device("cpu"), {timeout_s}) as store:
 def launch_body(body: str, size: int, *, timeout_s: float = 60.0) -> list[Any]:
     """Runs `body` (source of a function of rank and size that ends in a return; JSON-able) and gives all results."""
     source = "def body(rank, size):\n" + "\n".join("    " + line for line in body.splitlines())
-    paths = [str(TESTS.parent), str(TESTS / "models"), str(TESTS / "dist")]
+    paths = [str(TESTS.parent), *(str(TESTS / room) for room in ("models", "dist", "trainer"))]
     code = _BOOT.format(paths=paths, timeout_s=timeout_s, source=source)
     store = launch([sys.executable, "-c", code], size, timeout_s=timeout_s)
     return [json.loads(store.get(f"result/{rank}")) for rank in range(size)]

@@ -72,15 +72,16 @@ return [p.grad.tolist() for p in ps]
 
 
 @pytest.mark.parametrize(
-    ("size", "replicate", "shard", "shape"), [(1, 1, None, (1, 1)), (4, 2, None, (2, 2)), (4, 4, 1, (4, 1))]
+    ("size", "replicate", "shard", "shape"), [(1, None, None, (1, 1)), (4, None, None, (1, 4)), (4, 2, None, (2, 2)), (4, None, 1, (4, 1)), (4, 2, 2, (2, 2))]
 )
 def test_mesh_shapes(size, replicate, shard, shape):
     assert mesh_shape(size, replicate, shard) == shape
 
 
-@pytest.mark.parametrize(("size", "replicate", "shard"), [(4, 3, None), (4, 2, 1), (2, 1, 4)])
+@pytest.mark.parametrize(("size", "replicate", "shard"), [(4, 3, None), (4, 2, 1), (2, 1, 4), (4, None, 3), (2, None, 4)])
 def test_a_mesh_that_does_not_fit(size, replicate, shard):
-    with pytest.raises(ConfigError, match=rf"parallel\.replicate = {replicate}.* does not divide {size} processes"):
+    named = f"parallel.replicate = {replicate}" if replicate else f"parallel.shard = {shard}"
+    with pytest.raises(ConfigError, match=rf"{named}.* does not divide {size} processes"):
         mesh_shape(size, replicate, shard)
 
 

@@ -38,25 +38,25 @@ def test_an_adapter_by_hand(folder):
         n for n, _ in model.named_parameters() if is_adapter(n)
     }
     with torch.no_grad():
-        assert torch.allclose(logits(plain), plain_logits(model), atol=1e-12)  # B starts at 0
+        assert torch.allclose(logits(plain), plain_logits(model), atol=1e-6)  # B starts at 0
         for i, layer in enumerate(model.model.layers):
             b = torch.arange(64, dtype=torch.float64).view(32, 2) / (100 + i)
             layer.self_attn.q_proj.lora_B["default"].weight.copy_(b)
             a = layer.self_attn.q_proj.lora_A["default"].weight
             plain.model.layers[i].self_attn.q_proj.weight.add_(3.0 * b @ a)
-        assert torch.allclose(logits(plain), plain_logits(model), atol=1e-12)
+        assert torch.allclose(logits(plain), plain_logits(model), atol=1e-6)
         merged = dict(merged_tensors(model))
         assert merged.keys() == plain.state_dict().keys()
         assert all(torch.allclose(merged[k], v, atol=1e-14) for k, v in plain.state_dict().items())
         start = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
         with adapters_off(model):
-            assert torch.allclose(logits(start), plain_logits(model), atol=1e-12)
+            assert torch.allclose(logits(start), plain_logits(model), atol=1e-6)
         assert not torch.allclose(logits(start), plain_logits(model), atol=1e-3)
 
 
 def plain_logits(model):
-    """Logits through the model's own eager attention."""
-    model.set_attn_implementation("eager")
+    """Logits through the library's own attention, whose softmax is float32."""
+    model.set_attn_implementation("sdpa")
     return model(input_ids=IDS).logits
 
 

@@ -79,10 +79,10 @@ def gradient(name, mode, dtype, *, max_tokens, share, reverse=False, correction=
 
     members = counted(torch.arange(batch.num_sequences))
     micro_batches = pack(batch, max_tokens=max_tokens, share_prompts=share)
+    micro_batches = fill_up(micro_batches, all_reduce_max([len(micro_batches)])[0], mask.device)
     if settings.policy_loss.select is not None:
         members = with_selection(actor, members, micro_batches)
-    most = all_reduce_max([len(micro_batches)])[0]
-    micro_batches = remaining(fill_up(micro_batches, most, mask.device), mask)
+    micro_batches = remaining(micro_batches, mask)
     seen = torch.zeros(batch.num_tokens, dtype=dtype)
     total = sum(
         actor.backward(counted(m.sequences) if own_division else members, m, seen, Metrics())
