@@ -25,7 +25,7 @@ class ModelConfig(Section):
     liger: Literal["auto", "on", "off"] = Field("auto", description="Liger's kernels for norms, rotations and gated products; auto takes them on a GPU in bfloat16 where liger-kernel is installed and covers the model type")
     gradient_checkpointing: bool = Field(False, description="recompute each layer's activations in the backward pass instead of keeping them")
     gradient_checkpointing_every: int = Field(1, ge=1, description="recompute one layer in so many; the others keep their activations")
-    gradient_checkpointing_keep: Literal["nothing", "products"] = Field("nothing", description="what a recomputed layer keeps: nothing, or the results of its matrix products and attention")
+    gradient_checkpointing_keep: Literal["nothing", "products"] = Field("nothing", description="what a recomputed layer keeps: nothing, or the results of its linear layers and fused attention")
     compile: bool = Field(False, description="compile each decoder layer with torch.compile: some minutes at the start, fewer passes over memory afterwards")
     lora_rank: int = Field(0, ge=0, description="rank of low-rank adapters, which then are all that is trained and saved of the policy; 0 trains the whole model")
     lora_alpha: float | None = Field(None, gt=0, description="adapters are scaled by lora_alpha / lora_rank; null is twice the rank")

@@ -16,17 +16,18 @@ from fastrl.models.double import KeepDouble
 from fastrl.models.head import trunk
 
 _aten = torch.ops.aten
-# Products and attention cost most of a layer's time; the rest of a layer is cheap to compute again.
+# Linear layers and fused attention cost most of a layer's time; the rest is cheap to compute again. Batched products
+# are not among them: attention in tiles works on their results in place.
 PRODUCTS = {
     _aten.mm.default,
     _aten.addmm.default,
-    _aten.bmm.default,
-    _aten.baddbmm.default,
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
     _aten._flash_attention_forward.default,
 }
+if hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+    PRODUCTS.add(torch.ops.mkldnn._linear_pointwise.default)
 
 
 def recompute_layers(model: PreTrainedModel, *, every: int = 1, keep: str = "nothing") -> None:
@@ -35,7 +36,7 @@ def recompute_layers(model: PreTrainedModel, *, every: int = 1, keep: str = "not
     Args:
         model: gets into training mode, which its layers ask for (every dropout is off).
         every: recompute one layer in so many, from the first on.
-        keep: `nothing` of a recomputed layer, or its `products` (matrix products and attention).
+        keep: `nothing` of a recomputed layer, or its `products` (of linear layers, and fused attention).
     """
     context = partial(_contexts, model.dtype == torch.float64, keep)
     model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": context})
