@@ -4,7 +4,7 @@
 
 NAME is a recipe of configs/ or `trl_grpo`. Each run is a process of its own with one thread; its curve is appended to
 OUT/data.jsonl as soon as it ends, and runs that are there already are not made again. Then OUT/curves.png (mean and
-range over the seeds, reward against samples and against seconds of training) and OUT/README.md are drawn.
+range over the seeds, reward against samples and against CPU seconds) and OUT/README.md are drawn.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import itertools
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -72,9 +73,24 @@ def trl(python: str, seed: int, steps: int) -> dict[str, Any]:
     return found | {"samples": [PROMPTS * SAMPLES * (i + 1) for i in range(len(found["reward"]))]}
 
 
+def cpu_seconds() -> float:
+    """CPU time of the processes that have ended so far."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def cpu_axis(run: dict[str, Any]) -> list[float]:
+    """CPU seconds after each step: the run's, start and validation included, spread as its steps took them.
+
+    What else the machine does stretches a run's clock, but not this.
+    """
+    return [s * run["cpu_s"] / run["seconds"][-1] for s in run["seconds"]]
+
+
 def load(path: Path) -> list[dict[str, Any]]:
     """The runs there are."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    runs = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [run | {"cpu_axis": cpu_axis(run)} for run in runs if "cpu_s" in run]
 
 
 def smooth(values: list[float]) -> list[float]:
@@ -90,7 +106,7 @@ def mean_curve(runs: list[dict[str, Any]], axis: str) -> tuple[list[float], list
 
 
 def draw(runs: list[dict[str, Any]], path: Path) -> None:
-    """Two panels: against samples and against seconds of training."""
+    """Two panels: against samples and against CPU seconds."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -99,12 +115,12 @@ def draw(runs: list[dict[str, Any]], path: Path) -> None:
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), sharey=True)
     for name in sorted({run["name"] for run in runs}):
         mine = [run for run in runs if run["name"] == name]
-        for axis, key in zip(axes, ("samples", "seconds")):
+        for axis, key in zip(axes, ("samples", "cpu_axis")):
             x, mean, low, high = mean_curve(mine, key)
             (line,) = axis.plot(x, mean, label=f"{label(name)} ({len(mine)} seeds)")
             axis.fill_between(x, low, high, color=line.get_color(), alpha=0.18, linewidth=0)
     axes[0].set(xlabel="samples", ylabel=f"mean reward, last {WINDOW} steps", ylim=(0, 1))
-    axes[1].set(xlabel="seconds of training, one thread")
+    axes[1].set(xlabel="CPU seconds, one thread")
     for axis in axes:
         axis.grid(alpha=0.3)
     axes[0].legend(loc="lower right")
@@ -128,19 +144,20 @@ def page(runs: list[dict[str, Any]], steps: int) -> str:
         "",
         f"`python bench/learning/curves.py --steps {steps}`: {PROMPTS * SAMPLES} samples a step, one thread each; mean",
         "(and range) over seeds. The reward is of sampled training responses, last ten steps; held-out problems are",
-        "answered greedily; seconds are of training steps alone. TRL has the same start, prompts in the same order,",
-        "reward, clipping, learning rate and number of samples as fastrl's grpo. Data: `data.jsonl`.",
+        "answered greedily; CPU seconds are of the whole run, start and validation included (TRL's has no validation).",
+        "TRL has the same start, prompts in the same order, reward, clipping, learning rate and number of samples as",
+        "fastrl's grpo. Data: `data.jsonl` (with wall-clock seconds of the steps, on a busy machine).",
         "",
         "![curves](curves.png)",
         "",
-        "| run | seeds | reward at the end | held out after | seconds |",
+        "| run | seeds | reward at the end | held out after | CPU seconds |",
         "|---|---|---|---|---|",
     ]
     for name in sorted({run["name"] for run in runs}):
         mine = [run for run in runs if run["name"] == name]
         held = [run["held_out"][1] for run in mine if run.get("held_out")]
         reward = spread([statistics.fmean(run["reward"][-10:]) for run in mine])
-        seconds = spread([run["seconds"][-1] for run in mine], 0)
+        seconds = spread([run["cpu_s"] for run in mine], 0)
         lines.append(f"| {label(name)} | {len(mine)} | {reward} | {spread(held) if held else 'not run'} | {seconds} |")
     return "\n".join(lines) + "\n"
 
@@ -162,7 +179,9 @@ def main() -> None:
         if name == "trl_grpo" and not options.trl_python:
             print("trl_grpo: no interpreter with TRL (--trl-python PATH)")
             continue
+        before = cpu_seconds()
         curve = trl(options.trl_python, seed, options.steps) if name == "trl_grpo" else ours(name, seed, options.steps)
+        curve["cpu_s"] = round(cpu_seconds() - before, 1)
         context = {"name": name, "seed": seed, "steps": options.steps, "commit": commit(), "versions": versions()}
         with data.open("a") as file:
             file.write(json.dumps(context | curve) + "\n")
