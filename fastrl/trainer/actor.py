@@ -165,6 +165,8 @@ class Actor(PolicyModel):
             metrics.add_mean("policy/entropy", entropy)
             for name, value in stats.items():
                 metrics.add_mean(STATS.get(name) or policy_stat(name), value)
+                if name == "clipped_weight":
+                    metrics.add_sum("mismatch/clipped_tokens", value.sum())
                 for extreme in EXTREMES.get(name, ()):
                     getattr(metrics, f"add_{extreme[-3:]}")(extreme, value)
         metrics.add_sum("perf/model_flops", self.flops.update(micro))
@@ -246,5 +248,7 @@ STATS = {  # per-token statistics of losses -> metric names; others go by `polic
     "k1": "kl/old_k1",
     "k3": "kl/old_k3",
     "kl": "kl/reference",
+    "applied_weight": "mismatch/applied_weight/mean",
+    "clipped_weight": "mismatch/clipped_fraction",
 }
 EXTREMES = {"ratio": ("policy/ratio/max", "policy/ratio/min"), "kl": ("kl/reference/max",)}

@@ -80,6 +80,7 @@ def token_terms(
     weight = None if batch.rollout_weight is None else batch.rollout_weight[index]
     if settings.correction is not None and rollout is not None and batch.old_log_prob is None:
         weight = settings.correction(old, rollout, mask)
+        stats |= {} if weight is None else applied(weight, old, rollout)
     data["rollout_weight"] = weight
     if members.selection is not None:
         data["selection"] = members.selection[index]
@@ -97,6 +98,13 @@ def token_terms(
         loss = loss - members.entropy_coef * entropy
     scaled = torch.where(mask, loss * scale, torch.zeros_like(loss))
     return scaled, {name: value.detach() for name, value in stats.items()}
+
+
+def applied(weight: Tensor, old_log_prob: Tensor, rollout_log_prob: Tensor) -> dict[str, Tensor]:
+    """The correction weight of each token and whether a bound changed it; all [T]."""
+    w = (old_log_prob - rollout_log_prob).clamp(-20, 20).exp()
+    changed = torch.isfinite(w) & ((weight - w).abs() > 1e-5 * w)
+    return {"applied_weight": weight, "clipped_weight": changed.to(weight.dtype)}
 
 
 def staleness(members: OptimizerBatch) -> Tensor:

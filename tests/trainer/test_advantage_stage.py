@@ -7,8 +7,9 @@ import torch
 
 from fastrl.config.schema import Config
 from fastrl.data.batch import RolloutBatch
+from fastrl.trainer.losses import OptimizerBatch, token_terms
 from fastrl.trainer.metrics import Metrics
-from fastrl.trainer.setup import advantage_stage
+from fastrl.trainer.setup import advantage_stage, loss_settings
 
 
 def batch_of(lengths, scores, groups, **fields):
@@ -119,3 +120,15 @@ def test_gdpo_takes_the_weights_of_the_rewards():
     out = advantage_stage(config)(batch, Metrics())
     unit = math.sqrt(0.5)  # (1 - 1/2) / std, std = sqrt(1/2)
     assert out.advantages.tolist() == pytest.approx([2 * unit, -2 * unit], rel=1e-5)
+
+
+def test_weights_made_inside_the_update_are_counted_like_those_before_it():
+    engine = torch.tensor([-1.0, -2.0, math.nan], dtype=torch.float64)
+    batch = batch_of([3], [1.0], [0], old_log_prob=None, rollout_log_prob=engine, advantages=torch.ones(3).double())
+    settings = loss_settings(Config(algorithm={"advantage": "grpo"}))
+    members = OptimizerBatch(batch, torch.tensor([0]), torch.ones(3, dtype=torch.float64))
+    log_prob = torch.full((3,), -1.0, dtype=torch.float64)
+    loss, stats = token_terms(settings, members, log_prob, None, torch.arange(3))
+    # ratios 1, e and unknown; the cap is 2, an unknown one weighs 1
+    assert stats["applied_weight"].tolist() == [1.0, 2.0, 1.0] and stats["clipped_weight"].tolist() == [0.0, 1.0, 0.0]
+    assert loss.tolist() == [-1.0, -2.0, -1.0]
