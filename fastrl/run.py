@@ -280,6 +280,7 @@ def run_evaluation(loaded: LoadedConfig, *, checkpoint: str | Path | None = None
         if checkpoint is not None:
             restore_weights(parts, str(checkpoint))
         assert parts.validator is not None
+        parts.memory.open(parts.actor.model, 0)
         parts.validator.run(metrics)
         values = metrics.reduce()
     if rank() == 0:
@@ -306,6 +307,8 @@ def peek(path: Path) -> dict[str, Any]:
 
 def part_lines(parts: Parts) -> list[str]:
     """What was loaded, in words."""
+    from fastrl.trainer.engines import engine_lines
+
     policy, run = parts.actor.model, parts.config.run
     size = sum(p.numel() for p in policy.parameters()) / 1e6
     name = type(policy).__name__.removeprefix("FSDP")
@@ -317,6 +320,7 @@ def part_lines(parts: Parts) -> list[str]:
         f"kernels       {kernel_line(parts)}",
         f"data          {len(parts.cursor.prompt_set)} training prompts, {held_out} held out{too_long}",
         f"roles         {', '.join(sorted(role.value for role in parts.plan.roles))}",
+        *engine_lines(parts),
         f"processes     {world_size()}, {thread_count()} threads each; {parts.total_steps} steps",
     ]
 

@@ -6,11 +6,17 @@ type, and what it finds is dropped when one of its keys is already known to be w
 
 from __future__ import annotations
 
-from fastrl.config import rules_algorithm, rules_data, rules_run, rules_weights
+from fastrl.config import rules_algorithm, rules_data, rules_rollout, rules_run, rules_weights
 from fastrl.config.findings import Finding, Rule, Subject
 from fastrl.config.schema import Config
 
-RULES: tuple[Rule, ...] = (*rules_run.RULES, *rules_data.RULES, *rules_algorithm.RULES, *rules_weights.RULES)
+RULES: tuple[Rule, ...] = (
+    *rules_run.RULES,
+    *rules_rollout.RULES,
+    *rules_data.RULES,
+    *rules_algorithm.RULES,
+    *rules_weights.RULES,
+)
 
 
 def check(config: Config, set_keys: frozenset[str]) -> list[Finding]:

@@ -63,7 +63,7 @@ class RewardConfig(Section):
 
 
 class RolloutConfig(Section):
-    engine: Literal["auto", "native"] = Field("auto", description="generation engine: native is embedded and uses the trainer's own weights")
+    engine: Literal["auto", "native", "vllm"] = Field("auto", description="generation engine: native is embedded and uses the trainer's own weights, vllm gets them after each step; auto takes vLLM where it is installed and knows the model and the type")
     num_prompts_per_step: int = Field(64, ge=1, description="distinct prompt occurrences per training step, all ranks together")
     num_samples_per_prompt: int = Field(1, ge=1, description="responses generated for each prompt (the group size)")
     max_response_tokens: int = Field(256, ge=1, description="generation stops after so many tokens per response")
@@ -74,7 +74,16 @@ class RolloutConfig(Section):
     allow_truncated_sampling: bool = Field(False, description="accept top_p, top_k or min_p although they bias the policy ratio by the kept mass")
     stop: list[str] = Field(default_factory=list, description="strings that end a response (kept in it)")
     stop_token_ids: list[int] = Field(default_factory=list, description="token ids that end a response, besides the model's own end-of-sequence ids")
-    kv_budget_tokens: int | None = Field(None, ge=1, description="key/value cache size in tokens; what does not fit waits; null takes what the batch needs")
+    kv_budget_tokens: int | None = Field(None, ge=1, description="key/value cache size of one engine in tokens; what does not fit waits; null takes what the batch needs (vLLM on a CPU: at most a quarter of the free memory; on a GPU: what gpu_memory_utilization leaves)")
+    max_running_samples: int = Field(256, ge=1, description="vLLM: samples generated at the same time by one engine; the others wait")
+    vllm_in_process: bool = Field(False, description="vLLM: in the trainer's process instead of a child of its own; a crash then ends the run")
+    vllm_options: dict[str, Any] = Field(default_factory=dict, description="vLLM: further arguments of its engine by their own names, e.g. {kv_cache_dtype: fp8}")
+    tensor_parallel_size: int = Field(1, ge=1, description="vLLM: ranks whose engine processes share one model and one stream of samples; divides the number of ranks")
+    devices: list[int] | None = Field(None, min_length=1, description="vLLM: GPUs of its own to generate on, one per rank in turn; null generates on the trainer's")
+    gpu_memory_utilization: float | None = Field(None, gt=0, lt=1, description="vLLM: part of the GPU's memory that the engine may use while it generates; null derives it from what the trainer keeps there")
+    sleep_level: Literal[0, 1, 2] | None = Field(None, description="vLLM: what it gives back while the policy trains: 0 the key/value cache, 1 also the weights (kept in main memory), 2 also the weights (delivered anew); null is 2 on a shared GPU and 0 elsewhere")
+    offload: Literal["none", "optimizer", "all"] = Field("none", description="what of the trainer moves to main memory while samples are generated: nothing, the optimizer's state, or parameters too")
+    engine_timeout_s: float = Field(600.0, gt=0, description="vLLM: an engine process that starts longer or says nothing for longer is killed and started again, in seconds")
     bucket_gib: float = Field(0.25, gt=0, le=16, description="size of each of the two staging buckets that carry new weights to an engine process, in GiB; larger tensors are split")
     weight_transport: Literal["auto", "cuda_ipc", "shared_memory", "in_process"] = Field("auto", description="how new weights reach an engine process: CUDA IPC on a GPU, shared memory, or directly to an engine in the trainer's process; auto takes the first that works")
     verify_weights: str = Field("always", pattern=r"^(always|first|off|every [1-9][0-9]*)$", description="after which updates checksums of every tensor and a short greedy response are compared between trainer and engine: always, first (to each engine process), `every K` or off")

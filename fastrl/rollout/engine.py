@@ -108,6 +108,7 @@ class EngineHealth:
     kv_tokens_used: int  # tokens of key/value space reserved now
     kv_tokens_budget: int | None  # None: as much as the batch needs
     detail: str = ""  # the reason when alive is False
+    restarts: int = 0  # times it died and was started again
 
 
 @runtime_checkable

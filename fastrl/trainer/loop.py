@@ -26,6 +26,7 @@ from fastrl.rollout.seeds import sample_seed
 from fastrl.trainer.actor import Actor, PolicyModel
 from fastrl.trainer.advantage import AdvantageStage
 from fastrl.trainer.balancing import Exchange
+from fastrl.trainer.choreography import Choreography
 from fastrl.trainer.critic import Critic
 from fastrl.trainer.full_kl import FullKL
 from fastrl.trainer.generation import Generator, RefillSettings, ScoredSample, build_batch, fill_batch, resampled
@@ -51,6 +52,7 @@ class Parts:
     reference: PolicyModel | None
     critic: Critic | None
     engine: Engine
+    memory: Choreography
     generator: Generator
     cursor: PromptCursor
     exchange: Exchange
@@ -99,6 +101,7 @@ class Trainer:
         Raises Terminated when it was asked to stop, after a checkpoint.
         """
         run, total = self.config.run, self.parts.total_steps
+        self.parts.memory.open(self.parts.actor.model, self.version)
         if run.validate_before_training and self.step_number == 0:
             values, held_out = self.validate()
             if values:
@@ -114,7 +117,7 @@ class Trainer:
             self.reporter.log(self.step_number, values)
             stopping = not last and any_rank(self.asked_to_stop())
             if last or stopping or is_due(self.step_number, run.checkpoint_every_steps):
-                with self.metrics.timer("checkpoint"):
+                with self.metrics.timer("checkpoint"), self.parts.memory.trainer_present():
                     self.checkpoint(values.get("val/mean"))
             if stopping:
                 raise Terminated(f"asked to stop: step {self.step_number} of {total} is saved, --resume continues")
@@ -141,7 +144,7 @@ class Trainer:
         parts, plan, timer, started = self.parts, self.plan, self.metrics.timer, self.metrics.clock.mark()
         with timer("generate"):
             batch = self.generate()
-        parts.engine.sleep()  # what it holds for generation is training's memory now
+        parts.memory.train()  # what the engine holds for generation is training's now
         with timer("exchange"):
             batch = parts.exchange(batch, seed=self.batch_seed, metrics=self.metrics)
         self.metrics.muted = not counts_loss(parts.actor.model)  # its sequence group holds this batch more than once
@@ -160,12 +163,12 @@ class Trainer:
         if parts.critic is not None:
             with timer("update_critic"):
                 self.update_critic(batch, packed)
-        if self.step_number >= self.config.critic.warmup_steps or parts.critic is None:
+        changed = self.step_number >= self.config.critic.warmup_steps or parts.critic is None
+        if changed:
             with timer("update_actor"):
                 self.update_actor(batch, packed)
-            with timer("sync_weights"):
-                self.sync_weights()
-        parts.engine.wake()
+        with timer("sync_weights"):
+            self.sync_weights(changed)
         self.step_number += 1
         return batch, self.close_step(batch, started)
 
@@ -303,10 +306,10 @@ class Trainer:
         first = merge_seen(actor.model, first)
         mismatch_metrics(batch, first if batch.old_log_prob is None else batch.old_log_prob, self.metrics)
 
-    def sync_weights(self) -> None:
-        """Hand the new weights to the engine."""
-        self.version += 1
-        self.parts.engine.update_weights(self.parts.actor.model, self.version)
+    def sync_weights(self, changed: bool) -> None:
+        """Hand the weights to the engine if they are new, and its memory back to it."""
+        self.version += changed
+        self.parts.memory.generate(self.parts.actor.model, self.version, changed=changed)
 
     def close_step(self, batch: RolloutBatch, started: Any) -> dict[str, float]:
         """The log boundary: the step's metrics as numbers."""

@@ -36,6 +36,7 @@ METRICS: dict[str, str] = {
     "rollout/groups": "prompt occurrences, groups; sum over ranks",
     "rollout/policy_version": "weight updates the engine had seen when it sampled, updates; mean over samples",
     "rollout/policy_version/min": "oldest policy that sampled a response of this step, updates; minimum over samples",
+    "rollout/engine_restarts": "engine processes that died and were started again, restarts; sum over ranks",
     "rollout/log_prob/mean": "log-probability of sampled tokens as the engine gave it, nats; mean over tokens",
     # policy: the actor's update
     "policy/loss": "policy loss that was optimised, with its aggregation mode, loss units; mean over updates",

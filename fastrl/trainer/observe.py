@@ -87,6 +87,7 @@ def batch_metrics(batch: RolloutBatch, parts: Parts, metrics: Metrics) -> None:
     cursor = parts.cursor
     metrics.set("data/epoch", float(cursor.epoch))
     metrics.set("data/position", cursor.position)
+    metrics.add_sum("rollout/engine_restarts", parts.memory.new_restarts())
     metrics.set("data/overlong_prompts", parts.num_overlong_prompts)
     metrics.set("optim/total_updates", parts.actor.optimizer.updates)
     if parts.entropy.active:

@@ -11,7 +11,13 @@ from fastrl.algorithms.registry import Entry, get_advantage, get_correction, get
 from fastrl.config.schema import Config
 from fastrl.errors import ConfigError
 from fastrl.rollout.engine import Engine
+from fastrl.trainer.engine_choice import choose_engine
 from fastrl.trainer.roles import Role, inputs_of, needs_critic, needs_reference, roles_of
+
+ENGINES = {
+    "native": "embedded: samples from the policy's own module",
+    "vllm": "vLLM, given the weights after every update",
+}
 
 
 @dataclass(frozen=True)
@@ -122,6 +128,7 @@ def old_log_prob_reasons(config: Config, advantage: Entry, loss: Entry, correcti
 def describe(config: Config) -> list[str]:
     """The plan in plain words, one line per stage."""
     plan, a, r = make_plan(config), config.algorithm, config.rollout
+    engine = choose_engine(config)
     total = r.num_prompts_per_step * r.num_samples_per_prompt
     extra = " + 1 greedy sample per prompt" if plan.greedy else ""
     made = "made in the forward" if plan.gradient_in_forward else "recomputed (the loss needs whole sequences)"
@@ -134,6 +141,7 @@ def describe(config: Config) -> list[str]:
     stages = {
         "generate": f"{r.num_prompts_per_step} prompts x {r.num_samples_per_prompt} samples = {total} responses "
         f"of up to {r.max_response_tokens} tokens{extra}",
+        "engine": f"{ENGINES[engine.name]} ({engine.reason})",
         "old log-prob": old,
         "reference": reference,
         "values": f"critic runs: {a.advantage} needs values" if plan.critic else f"no critic: {a.advantage} needs none",

@@ -11,6 +11,7 @@ from typing import Any
 
 from fastrl.algorithms.registry import Entry, get_advantage
 from fastrl.config.schema import Config
+from fastrl.trainer.engine_choice import choose_engine
 
 
 class Role(Enum):
@@ -55,7 +56,7 @@ def needs_teacher(config: Config) -> bool:
 
 def roles_of(config: Config) -> frozenset[Role]:
     """The roles that this configuration loads."""
-    roles = {Role.ActorRollout}
+    roles = {Role.ActorRollout} if choose_engine(config).name == "native" else {Role.Actor, Role.Rollout}
     for role, needed in (
         (Role.Critic, needs_critic(config)),
         (Role.RefPolicy, needs_reference(config)),

@@ -76,7 +76,7 @@ def restore(trainer: Trainer, manager: CheckpointManager, path: str) -> dict[str
     parts.entropy.load_state_dict(state["entropy"])
     trainer.step_number, trainer.version = state["step"], state["version"]
     set_random_state(tensors["rng"])
-    parts.engine.update_weights(parts.actor.model, trainer.version)
+    parts.memory.renew(parts.actor.model, trainer.version)
     return state
 
 
@@ -85,7 +85,7 @@ def restore_weights(parts: Parts, path: str) -> None:
     wanted = {"policy": {"model": trained_state(parts.actor.model), "optimizer": {}}}
     tensors, state = load_checkpoint(path, wanted)
     load_trained_state(parts.actor.model, tensors["policy"]["model"])
-    parts.engine.update_weights(parts.actor.model, state["version"])
+    parts.memory.renew(parts.actor.model, state["version"])
 
 
 def load_model_state(

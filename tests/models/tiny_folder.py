@@ -19,6 +19,12 @@ def write_tiny_folder(folder: str | Path, *, name: str = "llama", seed: int = 0)
     model.config.eos_token_id = model.generation_config.eos_token_id = 2
     model.config.pad_token_id = model.generation_config.pad_token_id = 0
     model.save_pretrained(folder)
+    write_tokenizer(folder)
+    return str(folder)
+
+
+def write_tokenizer(folder: str | Path) -> None:
+    """A tokenizer of one id per character (pad 0, bos 1, eos 2, unk 3)."""
     vocabulary = {token: i for i, token in enumerate(["<pad>", "<bos>", "<eos>", "<unk>", *CHARACTERS])}
     vocabulary = {token: i for token, i in vocabulary.items() if i < VOCABULARY}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
@@ -27,7 +33,6 @@ def write_tiny_folder(folder: str | Path, *, name: str = "llama", seed: int = 0)
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
     ).save_pretrained(folder)
-    return str(folder)
 
 
 def short_run(model: str, folder: str | Path, *more: str) -> list[str]:

@@ -1,0 +1,339 @@
+"""vLLM as a rollout backend: token ids in and out, seeds per sample, log-probs of the distribution drawn from.
+
+The only file that imports vllm. It holds one engine in the process it runs in, which is a child of the trainer unless
+`rollout.vllm_in_process` is set. Weights come through vLLM's own weight-transfer extension point, as an iterator.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+from torch import Tensor
+
+# Before vllm is imported: the engine's core stays in this process, and nothing is reported to anybody.
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+import vllm
+from vllm import EngineArgs, LLMEngine
+from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+from fastrl.errors import EngineError
+from fastrl.rollout.backend import BackendInfo, BackendSettings, Draw, Drawn, Load
+from fastrl.rollout.engine import SamplingParams, WakePart
+
+TESTED_VERSION = "0.32"
+WEIGHT_BACKEND = "fastrl"
+BLOCK_TOKENS = 32  # of the key/value space on a CPU, where vLLM's own default of 128 shares few prompts
+PARTS = {"weights": "weights", "kv": "kv_cache"}
+
+
+@dataclass
+class NothingToAgree(WeightTransferInitInfo):
+    """The iterator is in this process: no address, no sizes."""
+
+
+@dataclass
+class Incoming(WeightTransferUpdateInfo):
+    """One update."""
+
+    weights: Iterable[tuple[str, Tensor]]
+
+
+class IteratorTransfer(WeightTransferEngine[NothingToAgree, Incoming]):
+    """vLLM's side of an update: checkpoint names, loaded layer by layer as they come out of an iterator."""
+
+    init_info_cls = NothingToAgree
+    update_info_cls = Incoming
+
+    def init_transfer_engine(self, init_info: NothingToAgree) -> None:
+        """Nothing to prepare."""
+
+    def start_weight_update(self) -> None:
+        """Parameters become placeholders that remember how each is loaded."""
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Load everything that the iterator gives."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def receive_weights(self, update_info: Incoming) -> None:
+        """Load everything that the iterator gives."""
+        self.model.load_weights(update_info.weights)  # type: ignore[operator]
+
+    def finish_weight_update(self) -> None:
+        """Pack what is left into the layout of the kernels."""
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        """Nothing to release."""
+
+
+class OwnRendezvous(ExecutorWithExternalLauncher):
+    """One of several processes of an engine that meet at a file: vLLM names shared memory after it."""
+
+    address: str
+
+    def _distributed_args(self) -> tuple[str, int, int]:
+        _, rank, local_rank = super()._distributed_args()
+        return self.address, rank, local_rank
+
+
+class VLLMBackend:
+    """See `Backend` for the methods."""
+
+    def __init__(self, settings: BackendSettings) -> None:
+        self.settings = settings
+        self.group: torch_dist.ProcessGroup | None = None
+        if settings.tensor_parallel_size > 1:
+            self._join(settings)
+        WeightTransferEngineFactory.register_engine(WEIGHT_BACKEND, IteratorTransfer)
+        self.engine = start(settings)
+        if settings.tensor_parallel_size > 1:
+            self.group = torch_dist.new_group(backend="gloo")
+        config = self.engine.vllm_config
+        cache = config.cache_config
+        self.info = BackendInfo(
+            name=f"vLLM {vllm.__version__}",
+            context=int(config.model_config.max_model_len),
+            kv_tokens=int(cache.num_gpu_blocks or 0) * int(cache.block_size),
+            warnings=tuple(version_warnings()),
+        )
+        self.names: dict[str, int] = {}  # unfinished samples: vLLM's request id -> key
+
+    def _join(self, settings: BackendSettings) -> None:
+        """The processes of this engine meet at a file of their own, apart from the trainer's group."""
+        size, rank = settings.tensor_parallel_size, settings.tensor_parallel_rank
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+        os.environ.setdefault("LOCAL_RANK", str(rank))
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # asked for, but the group exists already
+        backend = "nccl" if settings.device == "cuda" else "gloo"
+        if settings.device == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch_dist.init_process_group(backend, init_method=settings.rendezvous, rank=rank, world_size=size)
+
+    def add(self, draws: Sequence[Draw], params: SamplingParams) -> None:
+        """Queue samples; see Backend.add."""
+        if params.stop and self.settings.tokenizer is None:
+            raise EngineError("stop strings need a tokenizer: start the engine with one, or use stop_token_ids")
+        for draw in draws:
+            name = str(draw.key)
+            self.names[name] = draw.key
+            prompt: Any = {"prompt_token_ids": list(draw.prompt_ids)}
+            self.engine.add_request(name, prompt, sampling(draw, params))
+
+    def step(self) -> list[Drawn]:
+        """One token for every running sample; see Backend.step."""
+        finished = []
+        for output in self.engine.step():
+            if output.finished:
+                completion = output.outputs[0]
+                finished.append(
+                    Drawn(
+                        key=self.names.pop(output.request_id),
+                        token_ids=list(completion.token_ids),
+                        log_probs=sampled_log_probs(completion.logprobs),
+                        finish_reason=reason_of(completion.finish_reason),
+                    )
+                )
+        return finished
+
+    def busy(self) -> bool:
+        """Whether samples are unfinished."""
+        return bool(self.names)
+
+    def abort(self) -> list[Drawn]:
+        """End every unfinished sample where it stands; see Backend.abort."""
+        processor = self.engine.output_processor
+        stopped = []
+        for state in list(processor.request_states.values()):
+            key = self.names.get(state.external_req_id)
+            if key is None or state.detokenizer is None or state.logprobs_processor is None:
+                continue
+            log_probs = sampled_log_probs(state.logprobs_processor.logprobs)
+            token_ids = list(state.detokenizer.output_token_ids)[: len(log_probs)]
+            stopped.append(Drawn(key, token_ids, log_probs[: len(token_ids)], "abort"))
+        found = {drawn.key for drawn in stopped}
+        stopped += [Drawn(key, [], [], "abort") for key in self.names.values() if key not in found]
+        self.engine.abort_request(list(self.names))
+        self.names.clear()
+        while self.engine.has_unfinished_requests():
+            self.engine.step()
+        return stopped
+
+    def load(self) -> Load:
+        """How busy it is."""
+        core: Any = getattr(self.engine.engine_core, "engine_core", None)
+        scheduler = getattr(core, "scheduler", None)
+        if scheduler is None:
+            return Load(running=len(self.names))
+        running, waiting = scheduler.get_request_counts()
+        return Load(running, waiting, round(scheduler.kv_cache_manager.usage * self.info.kv_tokens))
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Take new weights and forget cached prefixes; see Backend.load_weights."""
+        if self.names:
+            raise EngineError("update_weights while samples are being generated: abort() or finish them first")
+        self.engine.collective_rpc("start_weight_update")
+        self.engine.collective_rpc("update_weights", kwargs={"update_info": {"weights": weights}})
+        self.engine.collective_rpc("finish_weight_update")
+        self.reset_prefix_cache()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget keys and values of earlier prompts."""
+        if not self.engine.reset_prefix_cache():
+            raise EngineError("vLLM kept cached prefixes: some samples still hold blocks")
+
+    def sleep(self, level: int) -> None:
+        """Give memory back; see Backend.sleep."""
+        self.engine.sleep(level=level)
+        if level == 0 and self.settings.sleep_mode:
+            self.engine.release_kv_cache_memory()
+
+    def wake(self, what: Sequence[WakePart]) -> None:
+        """Take memory again."""
+        asleep: set[str] = set(getattr(self._executor(), "sleeping_tags", ()))
+        tags = [PARTS[part] for part in what if PARTS[part] in asleep]
+        if tags or "kv" in what:
+            self.engine.wake_up([*tags, *(["scheduling"] if "kv" in what else [])])
+
+    def _executor(self) -> Any:
+        core: Any = getattr(self.engine.engine_core, "engine_core", None)
+        return getattr(core, "model_executor", None)
+
+    def agree(self, flag: bool) -> bool:
+        """True when `flag` is set on a process of this tensor-parallel engine."""
+        if self.group is None:
+            return flag
+        total = torch.tensor([int(flag)])
+        torch_dist.all_reduce(total, op=torch_dist.ReduceOp.MAX, group=self.group)
+        return bool(total.item())
+
+    def close(self) -> None:
+        """Free everything."""
+        self.engine.engine_core.shutdown()
+
+
+def start(settings: BackendSettings) -> LLMEngine:
+    """The engine of these settings. Raises EngineError in words for what vLLM cannot do."""
+    given: dict[str, Any] = {
+        "model": settings.model,
+        "tokenizer": settings.tokenizer,
+        "skip_tokenizer_init": settings.tokenizer is None,
+        "revision": settings.revision,
+        "trust_remote_code": settings.trust_remote_code,
+        "dtype": settings.dtype,
+        "load_format": "auto" if settings.load_weights else "dummy",
+        "seed": settings.seed,
+        "max_model_len": settings.max_sequence_tokens,
+        "kv_cache_memory_bytes": settings.kv_bytes,
+        "max_num_seqs": settings.max_running,
+        "logprobs_mode": "processed_logprobs",
+        "enable_prefix_caching": True,
+        "disable_log_stats": True,
+        "generation_config": "vllm",  # the model's own file must not change how samples are drawn
+        "enforce_eager": settings.device == "cpu",  # compiling takes over a minute there
+        "enable_sleep_mode": settings.sleep_mode,
+        "weight_transfer_config": WeightTransferConfig(backend=WEIGHT_BACKEND),
+    }
+    if settings.memory_fraction is not None:
+        given["gpu_memory_utilization"] = settings.memory_fraction
+    if settings.device == "cpu":
+        given["block_size"] = BLOCK_TOKENS
+    if settings.tensor_parallel_size > 1:
+        given |= {
+            "tensor_parallel_size": settings.tensor_parallel_size,
+            "distributed_executor_backend": "external_launcher",
+        }
+    try:
+        config = EngineArgs(**(given | settings.options)).create_engine_config()
+        executor: Any = Executor.get_class(config)
+        if settings.tensor_parallel_size > 1:
+            executor = type("OwnRendezvous", (OwnRendezvous,), {"address": settings.rendezvous})
+        return LLMEngine(config, executor_class=executor, log_stats=False, multiprocess_mode=False)
+    except Exception as error:  # vLLM raises many kinds, among them pydantic's
+        raise EngineError(explain(settings, error)) from error
+
+
+def explain(settings: BackendSettings, error: Exception) -> str:
+    """What vLLM said, and what to change."""
+    text = " ".join(str(error).split())[:600] or type(error).__name__
+    if isinstance(error, TypeError) and "unexpected keyword argument" in text:
+        return f"rollout.vllm_options: vLLM {vllm.__version__} has no such option ({text})"
+    if "are not supported" in text or "no vLLM implementation" in text or "Cannot find model module" in text:
+        return (
+            f"model.path = {settings.model}: vLLM does not know this architecture, use rollout.engine=native ({text})"
+        )
+    if "max_model_len" in text or "max_position_embeddings" in text:
+        return (
+            f"data.max_prompt_tokens + rollout.max_response_tokens = {settings.max_sequence_tokens} tokens are beyond "
+            f"the context of {settings.model}: lower one of them ({text})"
+        )
+    if "KV cache" in text or "kv cache" in text:
+        return f"the key/value space is too small or too large, change rollout.kv_budget_tokens ({text})"
+    return f"vLLM {vllm.__version__} did not start with {settings.model}: {text}"
+
+
+def sampling(draw: Draw, params: SamplingParams) -> vllm.SamplingParams:
+    """vLLM's parameters of one sample."""
+    return vllm.SamplingParams(
+        n=1,
+        seed=draw.seed,
+        temperature=draw.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        max_tokens=draw.max_tokens,
+        stop=list(params.stop) or None,
+        stop_token_ids=list(params.stop_token_ids),
+        ignore_eos=True,  # the ids that end a response are all in stop_token_ids
+        detokenize=bool(params.stop),
+        include_stop_str_in_output=True,
+        logprobs=0,  # of the sampled token only
+        flat_logprobs=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,
+    )
+
+
+def sampled_log_probs(given: Any) -> list[float]:
+    """The log-prob of each sampled token: the first entry of its position."""
+    if given is None:
+        return []
+    starts = getattr(given, "start_indices", None)
+    if starts is not None:
+        return [float(given.logprobs[i]) for i in starts]
+    return [float(next(iter(position.values())).logprob) for position in given]
+
+
+def reason_of(finish_reason: str | None) -> str:
+    """stop, length or abort; anything else is no finished sample."""
+    if finish_reason not in ("stop", "length", "abort"):
+        raise EngineError(f"vLLM ended a sample with finish_reason = {finish_reason}")
+    return finish_reason
+
+
+def version_warnings() -> list[str]:
+    """A warning when this is not the version that fastrl is tested with."""
+    if vllm.__version__.split("+")[0].startswith(f"{TESTED_VERSION}."):
+        return []
+    return [f"vLLM {vllm.__version__} is installed, fastrl is tested with {TESTED_VERSION}.x"]

@@ -1,0 +1,266 @@
+"""The engine of a run from its configuration: embedded, or vLLM in a child process or in this one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as torch_dist
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from fastrl.config.schema import Config
+from fastrl.dist.collectives import any_rank, rank, world_size
+from fastrl.dist.weight_plan import compare_manifests
+from fastrl.dist.weight_source import ModelSource
+from fastrl.dist.weight_sync import WeightRefused, WeightSender
+from fastrl.errors import ConfigError
+from fastrl.models.head import head_of
+from fastrl.models.load import resolve_path
+from fastrl.rollout.backend import BackendSettings
+from fastrl.rollout.engine import Engine
+from fastrl.rollout.external import ExternalEngine
+from fastrl.rollout.kv_space import free_memory, kv_bytes, kv_bytes_per_token, wanted_kv_tokens
+from fastrl.rollout.link import DeliveryRefused, Link, LocalLink
+from fastrl.rollout.native import NativeEngine
+from fastrl.rollout.process_link import ProcessLink
+from fastrl.rollout.shared_folder import SharedFolder
+from fastrl.trainer.engine_choice import choose_engine
+from fastrl.trainer.expected_weights import expected_weights
+from fastrl.trainer.memory_budget import budget, device_bytes, engine_fraction
+
+if TYPE_CHECKING:
+    from fastrl.trainer.loop import Parts
+
+CHILD = "fastrl.trainer.engine_child"
+CPU_KV_FRACTION = 0.25  # of the free memory: the most that the key/value space takes on a CPU unless it is given
+
+
+def make_engine(
+    config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stop_ids: frozenset[int]
+) -> Engine:
+    """The generation engine of the run."""
+    if choose_engine(config).name == "vllm":
+        return make_vllm(config, model, stop_ids)
+    return NativeEngine(
+        model,
+        tokenizer=tokenizer,
+        stop_token_ids=sorted(stop_ids),
+        kv_budget_tokens=config.rollout.kv_budget_tokens,
+        autocast_dtype=torch.bfloat16 if config.run.dtype == "bfloat16" else None,
+    )
+
+
+def make_vllm(config: Config, model: PreTrainedModel, stop_ids: frozenset[int]) -> ExternalEngine:
+    """vLLM: one process per rank, or `rollout.tensor_parallel_size` ranks' processes as one engine."""
+    size = config.rollout.tensor_parallel_size
+    if world_size() % size:
+        raise ConfigError(
+            f"rollout.tensor_parallel_size = {size} does not divide the {world_size()} processes of this run"
+        )
+    settings = backend_settings(config, model)
+    engine_rank, gather, folder = rank() % size, None, None
+    if size > 1:
+        gather, folder = tensor_parallel_group(size)
+        settings = replace(settings, tensor_parallel_rank=engine_rank, rendezvous=folder.rendezvous(0))
+    link = make_link(config, model, settings, folder)
+
+    def before_restart(number: int) -> None:
+        if folder is not None and isinstance(link, ProcessLink):
+            link.settings = replace(link.settings, rendezvous=folder.rendezvous(number))
+            link.mark = folder.mark(number)
+
+    return ExternalEngine(
+        link,
+        model,
+        vocabulary_size=int(head_of(model).weight.shape[0]),
+        context=settings.max_sequence_tokens,
+        stop_token_ids=stop_ids,
+        any_rank=any_rank,
+        gather=gather,
+        engine_rank=engine_rank,
+        before_restart=before_restart,
+        on_close=None if folder is None else folder.close,
+    )
+
+
+def backend_settings(config: Config, model: PreTrainedModel) -> BackendSettings:
+    """What the backend is started with; sizes are derived where the configuration leaves them open."""
+    r, m = config.rollout, config.model
+    device = next(model.parameters()).device.type
+    text = model.config.get_text_config()
+    itemsize = 4 if config.run.dtype == "float32" else 2
+    longest = config.data.max_prompt_tokens + r.max_response_tokens
+    context = getattr(text, "max_position_embeddings", None)
+    if context is not None and longest > context:
+        raise ConfigError(
+            f"data.max_prompt_tokens = {config.data.max_prompt_tokens} plus rollout.max_response_tokens = "
+            f"{r.max_response_tokens} are {longest} tokens, the context of {m.path} is {context}: lower one of them"
+        )
+    tokens = r.kv_budget_tokens
+    if tokens is None and device == "cpu":
+        samples = -(-r.num_prompts_per_step * r.num_samples_per_prompt * r.tensor_parallel_size // world_size())
+        wanted = wanted_kv_tokens(samples, r.max_running_samples, longest)
+        per_token = kv_bytes_per_token(text, itemsize, r.tensor_parallel_size)
+        tokens = max(longest, min(wanted, int(CPU_KV_FRACTION * free_memory() / world_size() / per_token)))
+    space = None if tokens is None else kv_bytes(tokens, text, itemsize, r.tensor_parallel_size)
+    fraction = r.gpu_memory_utilization
+    if fraction is None and device == "cuda":
+        fraction = engine_fraction(config, model, next(model.parameters()).device)
+    return BackendSettings(
+        model=resolve_path(m.path),
+        tokenizer=resolve_path(m.tokenizer_path or m.path) if r.stop else None,
+        revision=m.revision,
+        trust_remote_code=m.trust_remote_code,
+        dtype=config.run.dtype,
+        device=device,
+        max_sequence_tokens=longest,
+        kv_bytes=space,
+        memory_fraction=fraction,
+        max_running=r.max_running_samples,
+        tensor_parallel_size=r.tensor_parallel_size,
+        timeout_s=r.engine_timeout_s,
+        seed=config.run.seed % 2**31,
+        sleep_mode=device == "cuda",
+        options=dict(r.vllm_options),
+    )
+
+
+def make_link(config: Config, model: PreTrainedModel, settings: BackendSettings, folder: SharedFolder | None) -> Link:
+    """The way to the backend: a child process, or this one."""
+    dtype = getattr(torch, settings.dtype)
+    if config.rollout.vllm_in_process:
+        return LocalLink(local_backend, settings, lambda m: whole_tensors(m, dtype), ManifestCheck(settings, dtype))
+    return ProcessLink(
+        CHILD,
+        settings,
+        BucketSender(model, dtype, config.rollout.engine_timeout_s),
+        timeout_s=config.rollout.engine_timeout_s,
+        environment=device_environment(config, settings),
+        mark=None if folder is None else folder.mark(0),
+    )
+
+
+def local_backend(settings: BackendSettings) -> Any:
+    """A backend in this process, with the process as it was afterwards."""
+    from fastrl.rollout.process_state import preserved
+
+    with preserved():
+        from fastrl.rollout.vllm import VLLMBackend
+
+        return VLLMBackend(settings)
+
+
+def device_environment(config: Config, settings: BackendSettings) -> dict[str, str | None]:
+    """Variables that give the child its device: the trainer's own, or those of `rollout.devices`."""
+    if settings.device != "cuda":
+        return {}
+    current, devices = torch.cuda.current_device(), config.rollout.devices
+    if devices is not None:
+        current = devices[rank() % len(devices)]
+    return (
+        {"LOCAL_RANK": str(current)}
+        if settings.tensor_parallel_size > 1
+        else {"CUDA_VISIBLE_DEVICES": visible(current)}
+    )
+
+
+def visible(index: int) -> str:
+    """What CUDA_VISIBLE_DEVICES must be for a child to see only this process's device `index`."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return str(index) if not named else named.split(",")[index]
+
+
+def tensor_parallel_group(size: int) -> tuple[Callable[[Any], list[Any]], SharedFolder]:
+    """The trainer processes whose engine processes are one engine: a gather among them, and their shared folder."""
+    mine = None
+    for first in range(0, world_size(), size):
+        members = list(range(first, first + size))
+        group = torch_dist.new_group(members, backend="gloo")
+        if rank() in members:
+            mine = group
+    assert mine is not None
+
+    def gather(value: Any) -> list[Any]:
+        values: list[Any] = [None] * size
+        torch_dist.all_gather_object(values, value, group=mine)
+        return values
+
+    own = SharedFolder() if rank() % size == 0 else None
+    path = gather(None if own is None else str(own.path))[0]
+    return gather, own or SharedFolder(path)
+
+
+class BucketSender:
+    """A `WeightSender` as a `ProcessLink` wants it."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype, timeout_s: float) -> None:
+        self.sender = WeightSender(model, dtype=dtype, timeout_s=timeout_s)
+        self.timeout_s = timeout_s
+
+    def address(self) -> dict[str, Any]:
+        """Where the child finds the sender."""
+        return {"address": self.sender.address, "token": self.sender.token, "timeout_s": self.timeout_s}
+
+    def send(self, model: nn.Module, version: int) -> None:
+        """Deliver; see Sender.send."""
+        try:
+            self.sender.send(version)
+        except WeightRefused as error:
+            raise DeliveryRefused(str(error)) from error
+
+    def close(self) -> None:
+        """Give buckets and socket back."""
+        self.sender.close()
+
+
+def whole_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a model by name, gathered where it is sharded, in the engine's type, ties under each name."""
+    source = ModelSource(model, dtype, tied=True)
+    for entry in source.entries():
+        tensor = entry.tensor.detach()
+        full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        yield entry.name, full.to(source.wire_dtype(full))
+
+
+class ManifestCheck:
+    """Refuses weights that an engine in this process was not made for, before its first tensor is touched."""
+
+    def __init__(self, settings: BackendSettings, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.expected = expected_weights(
+            settings.model, dtype, revision=settings.revision, trust_remote_code=settings.trust_remote_code
+        )
+
+    def __call__(self, model: nn.Module) -> None:
+        """Raises DeliveryRefused."""
+        source = ModelSource(model, self.dtype, tied=True)
+        problem = compare_manifests(source.specs(source.entries()), self.expected)
+        if problem is not None:
+            raise DeliveryRefused(f"update refused: {problem}")
+
+
+def engine_lines(parts: Parts) -> list[str]:
+    """The engine that was started and what it does to memory; nothing about the embedded one."""
+    engine, config = parts.engine, parts.config
+    if not isinstance(engine, ExternalEngine):
+        return []
+    info, settings = engine.ready(), engine.settings
+    sizes = budget(
+        config,
+        parts.actor.model,
+        kv_bytes=settings.kv_bytes,
+        sleep_level=parts.memory.sleep_level,
+        total_bytes=device_bytes(parts.device),
+    )
+    share = "" if settings.memory_fraction is None else f", at most {settings.memory_fraction:.2f} of the GPU"
+    where = "in this process" if config.rollout.vllm_in_process else "in a process of its own"
+    return [
+        f"engine        {info.name} {where}, {settings.dtype} on {settings.device}: {info.kv_tokens} tokens of keys "
+        f"and values, context {info.context}{share}",
+        *(f"              {warning}" for warning in info.warnings),
+        *sizes.lines(),
+    ]
