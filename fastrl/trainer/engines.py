@@ -95,11 +95,12 @@ def backend_settings(config: Config, model: PreTrainedModel) -> BackendSettings:
     itemsize = 4 if config.run.dtype == "float32" else 2
     longest = config.data.max_prompt_tokens + r.max_response_tokens
     context = getattr(text, "max_position_embeddings", None)
-    if context is not None and longest > context:
+    if context is not None and r.max_response_tokens >= context:
         raise ConfigError(
-            f"data.max_prompt_tokens = {config.data.max_prompt_tokens} plus rollout.max_response_tokens = "
-            f"{r.max_response_tokens} are {longest} tokens, the context of {m.path} is {context}: lower one of them"
+            f"rollout.max_response_tokens = {r.max_response_tokens} leaves no place for a prompt: the context of "
+            f"{m.path} is {context} tokens"
         )
+    longest = longest if context is None else min(longest, context)  # a longer prompt is refused where it comes up
     tokens = r.kv_budget_tokens
     if tokens is None and device == "cpu":
         samples = -(-r.num_prompts_per_step * r.num_samples_per_prompt * r.tensor_parallel_size // world_size())

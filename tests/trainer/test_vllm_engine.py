@@ -16,7 +16,7 @@ from vllm_models import move, plain_model, reference_log_probs, write_vllm_folde
 
 from fastrl.config.load import load_config
 from fastrl.data.batch import FinishReason
-from fastrl.errors import EngineError
+from fastrl.errors import ConfigError, EngineError
 from fastrl.models.load import load_tokenizer, stop_token_ids
 from fastrl.rollout.engine import GenerationRequest, SamplingParams
 from fastrl.rollout.external import ExternalEngine
@@ -195,8 +195,10 @@ def test_training_run(tmp_path):
     assert all(line["rollout/engine_restarts"] == 0 for line in lines)
 
 
-def test_unknown_option_is_named(tmp_path):
+def test_bad_settings_are_named(tmp_path):
     folder = write_vllm_folder(tmp_path, "llama", tied=True)
+    with pytest.raises(ConfigError, match=r"max_response_tokens = 256 leaves no place for a prompt"):
+        make(folder, plain_model(folder), "rollout.max_response_tokens=256")
     engine = make(folder, plain_model(folder), "rollout.vllm_options={no_such_option: 1}")
     with pytest.raises(EngineError, match=r"rollout.vllm_options: vLLM .* has no such option"):
         engine.ready()
