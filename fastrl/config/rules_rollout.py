@@ -79,6 +79,9 @@ def vllm_can(subject: Subject) -> Iterator[Finding]:
     if rollout.devices is not None and rollout.vllm_in_process:
         text = "rollout.devices gives the engine GPUs of its own: set rollout.vllm_in_process = false"
         yield error("rollout.vllm_in_process", "rollout.devices", text=text)
+    if rollout.weight_transport == "in_process" and rollout.engine != "native" and not rollout.vllm_in_process:
+        text = "rollout.weight_transport = in_process reaches no other process: use auto or rollout.vllm_in_process"
+        yield error("rollout.weight_transport", "rollout.vllm_in_process", text=text)
     if rollout.devices is not None and rollout.offload != "none":
         yield no_effect("rollout.offload", "rollout.devices gives the engine GPUs of its own")
 

@@ -49,6 +49,10 @@ class WeightRefused(WeightError):
     """The engine expects other tensors; nothing was sent."""
 
 
+class WeightsDiffer(WeightError):
+    """The engine received other bytes than were sent; trying again would hide why."""
+
+
 class _Update:
     """One update under way: what is sent, in which buckets."""
 
@@ -154,6 +158,10 @@ class WeightSender:
             raise
         return Delivery(version, update.bytes, time.monotonic() - started, checksums, self.transport)
 
+    def take_part(self) -> None:
+        """Join the gathers of an update without an engine to send to: the engines of other ranks want theirs."""
+        _Update(self.source, 0, None if self.door is None else self.bucket_bytes).drain()
+
     def close(self) -> None:
         """Close the line, give the buckets back and remove the socket."""
         if self.line is not None and self.transport == "cuda_ipc":
@@ -179,7 +187,7 @@ class WeightSender:
         if not receiver.finished:
             raise WeightError(f"the engine did not read the update to version {update.version} to its end")
         if receiver.sent != receiver.checksums:
-            raise WeightError(differing(receiver.sent, receiver.checksums))
+            raise WeightsDiffer(differing(receiver.sent, receiver.checksums))
         return receiver.sent
 
     def _announce(self, update: _Update, verify: bool | None) -> tuple[Line, _Update]:
@@ -268,7 +276,7 @@ class WeightSender:
             line.send({"kind": "end", "checksums": checksums if update.verify else None})
             received = self._answer(line, ("done",))["checksums"]
             if received != checksums:
-                raise WeightError(differing(checksums, received))
+                raise WeightsDiffer(differing(checksums, received))
             return checksums
         except LineClosed as error:
             why = last_words(line)

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
-from torch import Tensor, nn
+from torch import nn
 
 from fastrl.errors import EngineError
 from fastrl.rollout.backend import Backend, BackendInfo, BackendSettings, Draw, Drawn, Load
@@ -73,18 +73,16 @@ class LocalLink:
     Args:
         make_backend: makes it from its settings.
         settings: of the backend.
-        tensors: the weights of a model as (Hugging Face name, whole tensor) in the engine's type, ties under each name.
-        check: compares names, shapes and types of a model's weights with what the engine expects, before a reload.
+        deliver: loads the weights of a model into the backend: all, or none when they do not fit.
     """
 
     def __init__(
         self,
         make_backend: Callable[[BackendSettings], Backend],
         settings: BackendSettings,
-        tensors: Callable[[nn.Module], Iterator[tuple[str, Tensor]]],
-        check: Callable[[nn.Module], None],
+        deliver: Callable[[Backend, nn.Module, int], None],
     ) -> None:
-        self.make_backend, self.settings, self.tensors, self.check = make_backend, settings, tensors, check
+        self.make_backend, self.settings, self.deliver = make_backend, settings, deliver
         self.backend: Backend | None = None
         self._abort = threading.Event()
 
@@ -114,9 +112,7 @@ class LocalLink:
 
     def update(self, model: nn.Module, version: int) -> None:
         """Deliver the weights of `model`."""
-        backend = self._ready()
-        self.check(model)
-        backend.load_weights(self.tensors(model))
+        self.deliver(self._ready(), model, version)
 
     def sleep(self, level: int) -> None:
         """Give memory back."""

@@ -45,7 +45,13 @@ class Sender(Protocol):
         """
         ...
 
-    def close(self) -> None: ...
+    def take_part(self) -> None:
+        """Join the gathers of sharded weights without an engine to send to."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back."""
+        ...
 
 
 class ProcessLink:
@@ -175,9 +181,13 @@ class ProcessLink:
 
     def update(self, model: nn.Module, version: int) -> None:
         """Deliver the weights of `model`."""
-        self.wait_ready()
-        self._send({"do": "update", "version": version, "address": self.sender.address()})
-        self._receive()  # connected
+        try:
+            self.wait_ready()
+            self._send({"do": "update", "version": version, "address": self.sender.address()})
+            self._receive()  # connected
+        except EngineError:
+            self.sender.take_part()
+            raise
         try:
             self.sender.send(model, version)
         except DeliveryRefused:

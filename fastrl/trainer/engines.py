@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as torch_dist
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastrl.config.schema import Config
+from fastrl.data.prompts import PromptSet
 from fastrl.dist.collectives import any_rank, rank, world_size
-from fastrl.dist.weight_plan import compare_manifests
-from fastrl.dist.weight_source import ModelSource
-from fastrl.dist.weight_sync import WeightRefused, WeightSender
+from fastrl.dist.weight_sync import LocalReceiver, WeightRefused, WeightsDiffer, WeightSender
+from fastrl.dist.weight_verify import VerifySchedule
 from fastrl.errors import ConfigError
 from fastrl.models.head import head_of
 from fastrl.models.load import resolve_path
-from fastrl.rollout.backend import BackendSettings
+from fastrl.rollout.backend import Backend, BackendSettings
 from fastrl.rollout.engine import Engine
 from fastrl.rollout.external import ExternalEngine
 from fastrl.rollout.kv_space import free_memory, kv_bytes, kv_bytes_per_token, wanted_kv_tokens
@@ -28,9 +28,13 @@ from fastrl.rollout.link import DeliveryRefused, Link, LocalLink
 from fastrl.rollout.native import NativeEngine
 from fastrl.rollout.process_link import ProcessLink
 from fastrl.rollout.shared_folder import SharedFolder
+from fastrl.trainer.actor import Actor
+from fastrl.trainer.choreography import Choreography, movable_parts
+from fastrl.trainer.critic import Critic
 from fastrl.trainer.engine_choice import choose_engine
 from fastrl.trainer.expected_weights import expected_weights
-from fastrl.trainer.memory_budget import budget, device_bytes, engine_fraction
+from fastrl.trainer.memory_budget import budget, device_bytes, engine_fraction, sleep_level
+from fastrl.trainer.probe import DeliveryProbe
 
 if TYPE_CHECKING:
     from fastrl.trainer.loop import Parts
@@ -132,14 +136,16 @@ def backend_settings(config: Config, model: PreTrainedModel) -> BackendSettings:
 
 def make_link(config: Config, model: PreTrainedModel, settings: BackendSettings, folder: SharedFolder | None) -> Link:
     """The way to the backend: a child process, or this one."""
-    dtype = getattr(torch, settings.dtype)
-    if config.rollout.vllm_in_process:
-        return LocalLink(local_backend, settings, lambda m: whole_tensors(m, dtype), ManifestCheck(settings, dtype))
+    dtype, r = getattr(torch, settings.dtype), config.rollout
+    if r.vllm_in_process:
+        return LocalLink(local_backend, settings, LocalDelivery(model, settings, dtype, r.verify_weights))
+    bucket_bytes = int(r.bucket_gib * (1 << 30))
+    options = {"transport": r.weight_transport, "bucket_bytes": bucket_bytes, "verify": r.verify_weights}
     return ProcessLink(
         CHILD,
         settings,
-        BucketSender(model, dtype, config.rollout.engine_timeout_s),
-        timeout_s=config.rollout.engine_timeout_s,
+        BucketSender(model, dtype, r.engine_timeout_s, **options),
+        timeout_s=r.engine_timeout_s,
         environment=device_environment(config, settings),
         mark=None if folder is None else folder.mark(0),
     )
@@ -198,8 +204,8 @@ def tensor_parallel_group(size: int) -> tuple[Callable[[Any], list[Any]], Shared
 class BucketSender:
     """A `WeightSender` as a `ProcessLink` wants it."""
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype, timeout_s: float) -> None:
-        self.sender = WeightSender(model, dtype=dtype, timeout_s=timeout_s)
+    def __init__(self, model: nn.Module, dtype: torch.dtype, timeout_s: float, **options: Any) -> None:
+        self.sender = WeightSender(model, dtype=dtype, timeout_s=timeout_s, **options)
         self.timeout_s = timeout_s
 
     def address(self) -> dict[str, Any]:
@@ -208,40 +214,61 @@ class BucketSender:
 
     def send(self, model: nn.Module, version: int) -> None:
         """Deliver; see Sender.send."""
+        self.sender.source.model = model
         try:
             self.sender.send(version)
-        except WeightRefused as error:
+        except (WeightRefused, WeightsDiffer) as error:
             raise DeliveryRefused(str(error)) from error
+
+    def take_part(self) -> None:
+        """Join the gathers of sharded weights for the other ranks' sake."""
+        self.sender.take_part()
 
     def close(self) -> None:
         """Give buckets and socket back."""
         self.sender.close()
 
 
-def whole_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a model by name, gathered where it is sharded, in the engine's type, ties under each name."""
-    source = ModelSource(model, dtype, tied=True)
-    for entry in source.entries():
-        tensor = entry.tensor.detach()
-        full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-        yield entry.name, full.to(source.wire_dtype(full))
+class LocalDelivery:
+    """A delivery to a backend in this process, compared with what its model expects before the first tensor."""
 
-
-class ManifestCheck:
-    """Refuses weights that an engine in this process was not made for, before its first tensor is touched."""
-
-    def __init__(self, settings: BackendSettings, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+    def __init__(self, model: nn.Module, settings: BackendSettings, dtype: torch.dtype, verify: str) -> None:
+        self.sender = WeightSender(model, transport="in_process", dtype=dtype, verify=verify)
         self.expected = expected_weights(
             settings.model, dtype, revision=settings.revision, trust_remote_code=settings.trust_remote_code
         )
 
-    def __call__(self, model: nn.Module) -> None:
-        """Raises DeliveryRefused."""
-        source = ModelSource(model, self.dtype, tied=True)
-        problem = compare_manifests(source.specs(source.entries()), self.expected)
-        if problem is not None:
-            raise DeliveryRefused(f"update refused: {problem}")
+    def __call__(self, backend: Backend, model: nn.Module, version: int) -> None:
+        """Load the weights of `model`. Raises WeightError."""
+
+        def load(receiver: LocalReceiver) -> None:
+            receiver.check_manifest(self.expected)
+            backend.load_weights(receiver.tensors())
+
+        self.sender.source.model = model
+        self.sender.attach(load, tied=True)
+        self.sender.send(version)
+
+
+def make_choreography(
+    config: Config, engine: Engine, actor: Actor, critic: Critic | None, device: torch.device
+) -> Choreography:
+    """Who holds the device's memory when; the embedded engine only has copies of weights to give back."""
+    models = [part for part in (actor, critic) if part is not None]
+    pairs = [(part.model, part.optimizer.torch_optimizer) for part in models]
+    level = sleep_level(config, device) if choose_engine(config).name == "vllm" else 1
+    memory = Choreography(engine, level, movable_parts(config.rollout.offload, pairs, device))
+    if isinstance(engine, ExternalEngine):
+        engine.around_delivery = memory.trainer_present
+    memory.begin(wait=device.type == "cuda" and config.rollout.devices is None)
+    return memory
+
+
+def make_probe(config: Config, engine: Engine, actor: Actor, prompts: PromptSet) -> DeliveryProbe | None:
+    """A comparison of engine and trainer after updates; None where they share the weights."""
+    if not isinstance(engine, ExternalEngine):
+        return None
+    return DeliveryProbe(engine, actor, prompts[0], VerifySchedule(config.rollout.verify_weights))
 
 
 def engine_lines(parts: Parts) -> list[str]:
@@ -256,6 +283,7 @@ def engine_lines(parts: Parts) -> list[str]:
         kv_bytes=settings.kv_bytes,
         sleep_level=parts.memory.sleep_level,
         total_bytes=device_bytes(parts.device),
+        bucket_gib=config.rollout.bucket_gib,
     )
     share = "" if settings.memory_fraction is None else f", at most {settings.memory_fraction:.2f} of the GPU"
     where = "in this process" if config.rollout.vllm_in_process else "in a process of its own"
@@ -264,4 +292,8 @@ def engine_lines(parts: Parts) -> list[str]:
         f"and values, context {info.context}{share}",
         *(f"              {warning}" for warning in info.warnings),
         *sizes.lines(),
+        *(
+            ["              rollout.zero_copy: not with this engine yet, weights go through buckets"]
+            * config.rollout.zero_copy
+        ),
     ]

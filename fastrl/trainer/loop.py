@@ -35,6 +35,7 @@ from fastrl.trainer.metrics import Metrics
 from fastrl.trainer.normalizers import optimizer_batch, remaining
 from fastrl.trainer.observe import batch_metrics, mismatch_metrics, rollout_metrics
 from fastrl.trainer.plan import Plan
+from fastrl.trainer.probe import DeliveryProbe
 from fastrl.trainer.records import mean_advantages, sample_records
 from fastrl.trainer.reporter import Reporter
 from fastrl.trainer.selection import EntropyController, select_tokens
@@ -53,6 +54,7 @@ class Parts:
     critic: Critic | None
     engine: Engine
     memory: Choreography
+    probe: DeliveryProbe | None
     generator: Generator
     cursor: PromptCursor
     exchange: Exchange
@@ -310,6 +312,9 @@ class Trainer:
         """Hand the weights to the engine if they are new, and its memory back to it."""
         self.version += changed
         self.parts.memory.generate(self.parts.actor.model, self.version, changed=changed)
+        if changed and self.parts.probe is not None:
+            with self.parts.memory.trainer_present():
+                self.parts.probe.after_update(self.version, self.metrics)
 
     def close_step(self, batch: RolloutBatch, started: Any) -> dict[str, float]:
         """The log boundary: the step's metrics as numbers."""

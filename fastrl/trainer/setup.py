@@ -27,20 +27,16 @@ from fastrl.models.flops import forward_flops
 from fastrl.models.load import load_critic, load_tokenizer, stop_token_ids
 from fastrl.rewards import RewardPool
 from fastrl.rewards.pool import component_names
-from fastrl.rollout.engine import Engine, SamplingParams
-from fastrl.rollout.external import ExternalEngine
+from fastrl.rollout.engine import SamplingParams
 from fastrl.trainer.actor import Actor, PolicyModel
 from fastrl.trainer.advantage import AdvantageStage
 from fastrl.trainer.balancing import Exchange, cost_model
-from fastrl.trainer.choreography import Choreography, movable_parts
 from fastrl.trainer.critic import Critic
-from fastrl.trainer.engine_choice import choose_engine
-from fastrl.trainer.engines import make_engine
+from fastrl.trainer.engines import make_choreography, make_engine, make_probe
 from fastrl.trainer.full_kl import FullKL
 from fastrl.trainer.generation import Generator
 from fastrl.trainer.loop import Parts
 from fastrl.trainer.losses import LossSettings
-from fastrl.trainer.memory_budget import sleep_level
 from fastrl.trainer.metrics import Metrics
 from fastrl.trainer.models import load_part, load_policy, load_trained_policy
 from fastrl.trainer.optim import Optimizer, Schedule, total_updates
@@ -129,6 +125,7 @@ def build(
         critic=critic,
         engine=engine,
         memory=memory,
+        probe=make_probe(config, engine, actor, train),
         generator=generator,
         cursor=cursor,
         exchange=make_exchange(config, plan, model),
@@ -252,20 +249,6 @@ def refuse_full_kl(config: Config, mesh: DeviceMesh | None) -> None:
             raise ConfigError(
                 f"algorithm.{key} = full needs whole models without adapters: set {change}, or {key} = k3"
             )
-
-
-def make_choreography(
-    config: Config, engine: Engine, actor: Actor, critic: Critic | None, device: torch.device
-) -> Choreography:
-    """Who holds the device's memory when; the embedded engine only has copies of weights to give back."""
-    models = [part for part in (actor, critic) if part is not None]
-    pairs = [(part.model, part.optimizer.torch_optimizer) for part in models]
-    level = sleep_level(config, device) if choose_engine(config).name == "vllm" else 1
-    memory = Choreography(engine, level, movable_parts(config.rollout.offload, pairs, device))
-    if isinstance(engine, ExternalEngine):
-        engine.around_delivery = memory.trainer_present
-    memory.begin(wait=device.type == "cuda" and config.rollout.devices is None)
-    return memory
 
 
 def make_exchange(config: Config, plan: Plan, model: nn.Module) -> Exchange:
