@@ -106,11 +106,7 @@ def build(
     if progress is not None:
         generator.progress = partial(progress, "generate")
     reference = make_reference(config, plan, model, dtype, device, mesh)
-    refuse_full_kl(config, mesh)
-    if reference is not None and config.algorithm.kl_loss_coef > 0 and config.algorithm.kl_loss_kind == "full":
-        actor.full_kl = FullKL(actor, reference).rows
-    if config.algorithm.router_aux_coef > 0:
-        actor.router = RouterLoss(actor, config.algorithm.router_aux_coef)
+    add_row_terms(config, actor, reference, mesh)
     critic = make_critic(config, plan, dtype, device, total_steps, mesh)
     memory = make_choreography(config, engine, actor, critic, device)
     ranks = sequence_groups(config.parallel.sequence)
@@ -137,6 +133,16 @@ def build(
         total_steps=total_steps,
         num_overlong_prompts=train.num_dropped,
     )
+
+
+def add_row_terms(config: Config, actor: Actor, reference: PolicyModel | None, mesh: DeviceMesh | None) -> None:
+    """Terms of the loss that need more of a row than its log-prob, where the configuration has them."""
+    refuse_full_kl(config, mesh)
+    a = config.algorithm
+    if reference is not None and a.kl_loss_coef > 0 and a.kl_loss_kind == "full":
+        actor.full_kl = FullKL(actor, reference).rows
+    if a.router_aux_coef > 0:
+        actor.router = RouterLoss(actor, a.router_aux_coef)
 
 
 def load_data(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[PromptSet, PromptSet | None]:
