@@ -31,6 +31,9 @@ PEAK_FLOPS = {
 }
 
 
+EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")  # names in configurations
+
+
 class Work(Protocol):
     """What a pass computes (fastrl.data.packing.MicroBatch)."""
 
@@ -72,7 +75,7 @@ def forward_flops(model: nn.Module) -> ForwardFlops:
     config: Any = model.config
     text = config.get_text_config()
     embeddings = {id(m.weight) for m in base.modules() if isinstance(m, nn.Embedding)}
-    experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 1
+    experts = next((n for name in EXPERT_COUNTS if (n := getattr(text, name, None))), 1)
     share = (getattr(text, "num_experts_per_tok", None) or experts) / experts
     weights = trained = 0.0
     for name, parameter in base.named_parameters():
@@ -82,10 +85,12 @@ def forward_flops(model: nn.Module) -> ForwardFlops:
             trained += entries if parameter.requires_grad else 0.0
     heads = text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    key_dim = getattr(text, "qk_head_dim", None) or head_dim
+    value_dim = getattr(text, "v_head_dim", None) or head_dim
     outputs = 1 if hasattr(model, "value_head") else text.vocab_size
     return ForwardFlops(
         row=2.0 * weights,
-        key=4.0 * text.num_hidden_layers * heads * head_dim,
+        key=2.0 * text.num_hidden_layers * heads * (key_dim + value_dim),
         head_row=2.0 * outputs * text.hidden_size,
         trainable=trained / weights if weights else 1.0,
     )

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from test_families import FAMILIES, SIZES
 from tiny_models import ragged_batch, tiny_model
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from fastrl.data.packing import pack
 from fastrl.models.flops import PEAK_FLOPS, forward_flops, peak_flops
@@ -31,6 +33,22 @@ def test_torch_counts_the_same(family):
         model(input_ids=torch.arange(n)[None])
     found = forward_flops(model)
     assert counter.get_total_flops() == found.row * n + found.key * n * n + found.head_row * n
+
+
+def test_of_four_experts_two_count():
+    config = CONFIG_MAPPING["mixtral"](**SIZES, **FAMILIES["mixtral"])
+    found = forward_flops(AutoModelForCausalLM.from_config(config))
+    layer = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 4 * 32 + 2 * 3 * 32 * 48  # attention, router, two experts
+    assert found.row == 2 * 4 * layer
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_every_family_has_figures(family):
+    sizes = {**SIZES, **FAMILIES[family]}
+    sizes |= {"layer_types": None} if family == "exaone4" else {}
+    with torch.device("meta"):
+        found = forward_flops(AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**sizes)))
+    assert found.row > 0 and found.key >= 4 * 2 * 4 * 8 and found.head_row == 2 * 61 * 32
 
 
 def test_an_update_is_three_forwards_and_two_with_frozen_weights():
