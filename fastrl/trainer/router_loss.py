@@ -22,7 +22,7 @@ from fastrl.models.router import assignments, experts_of, routed_rows
 from fastrl.trainer.actor import PolicyModel
 from fastrl.trainer.normalizers import reduce_one
 from fastrl.trainer.precision import autocast
-from fastrl.trainer.sequence import own_rows
+from fastrl.trainer.sequence import merge, own_rows
 
 
 @dataclass
@@ -48,7 +48,7 @@ class RouterLoss:
                 _, probabilities = inside(self.policy.model, partial(routed_rows, self.policy.model, own))
             total += assignments(probabilities, self.experts)
         reshard(self.policy.model)
-        total = reduce_one(total)
+        total = reduce_one(merge(self.policy.model, total))  # a sequence group counts its rows together
         self.rows = float(total.sum()) / self.experts.per_row
         self.fraction = total / max(self.rows, 1.0)
 
