@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastrl.config.load import LoadedConfig, dump_config
 from fastrl.config.schema import Config
-from fastrl.dist.checkpoint import CheckpointManager, load_checkpoint
+from fastrl.dist.checkpoint import CheckpointManager, find_checkpoint, load_checkpoint, unreadable_checkpoints
 from fastrl.dist.collectives import on_rank_zero, rank, world_size
 from fastrl.dist.failure import Whereabouts, reporting
 from fastrl.dist.mesh import mesh_shape, place, process_group
@@ -26,10 +27,13 @@ from fastrl.rollout.records import RolloutWriter
 from fastrl.trainer.metrics import Metrics
 from fastrl.trainer.plan import describe
 from fastrl.trainer.precision import resolve_device
-from fastrl.trainer.run_folder import new_run_folder, resumed_run_folder
+from fastrl.trainer.run_folder import changed_keys, new_run_folder, resumed_run_folder, sole_user
 
 if TYPE_CHECKING:
     from fastrl.trainer.loop import Parts, Trainer
+
+
+NOT_WRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
 
 
 def run_training(loaded: LoadedConfig, *, resume: str | None = None, dry_run: bool = False) -> Path | None:
@@ -44,7 +48,8 @@ def run_training(loaded: LoadedConfig, *, resume: str | None = None, dry_run: bo
     """
     config = loaded.config
     if dry_run:
-        print("\n".join([*describe(config), "", *dry_run_lines(config)]))
+        goes_on = [] if resume is None else [f"resumes       {checkpoint_meant(config, loaded.files, resume)}"]
+        print("\n".join([*describe(config), "", *goes_on, *dry_run_lines(config)]))
         return None
     if place() is None and (number := number_of_processes(config)) > 1:
         return start_ranks(loaded, resume, number)
@@ -125,11 +130,10 @@ def run_rank(loaded: LoadedConfig, resume: str | None, whereabouts: Whereabouts)
         folder / "checkpoints", keep_last=config.run.keep_last_checkpoints, keep_best=config.run.keep_best_checkpoint
     )
     saved = None if resume is None else peek(checkpoint or folder)
-    if rank() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
     with (
+        sole_user(folder),
         leaving_nothing(folder, fresh=resume is None),
+        writable(folder),
         RunLogger(
             folder,
             console=config.logging.console,
@@ -141,27 +145,53 @@ def run_rank(loaded: LoadedConfig, resume: str | None, whereabouts: Whereabouts)
             is_main=rank() == 0,
         ) as logger,
     ):
-        for warning in loaded.warnings if rank() == 0 else ():
-            logger.warning(warning)
-        if world_size() > config.rollout.num_prompts_per_step:
-            logger.info(
-                f"rollout.num_prompts_per_step = {config.rollout.num_prompts_per_step} is less than the "
-                f"{world_size()} processes: some generate nothing and take part in the rest"
-            )
+        if rank() == 0:
+            start_log(logger, loaded, resumed_newest=resume is not None and checkpoint is None)
         train(config, logger, manager, whereabouts, None if saved is None else str(checkpoint or folder))
     return folder
 
 
+def start_log(logger: RunLogger, loaded: LoadedConfig, *, resumed_newest: bool) -> None:
+    """What somebody should know before the first step; config.yaml is written once the changes to it are told."""
+    config, folder = loaded.config, logger.folder
+    if changes := changed_keys(folder / "config.yaml", config):
+        logger.info(f"changed since the last start: {', '.join(changes)}")
+    (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    for warning in loaded.warnings:
+        logger.warning(warning)
+    for path in unreadable_checkpoints(folder) if resumed_newest else ():
+        logger.warning(f"{path} is damaged (its manifest cannot be read) and was passed over")
+    if world_size() > config.rollout.num_prompts_per_step:
+        logger.info(
+            f"rollout.num_prompts_per_step = {config.rollout.num_prompts_per_step} is less than the "
+            f"{world_size()} processes: some generate nothing and take part in the rest"
+        )
+
+
 @contextmanager
 def leaving_nothing(folder: Path, *, fresh: bool) -> Iterator[None]:
-    """Removes the folder of a new run that ended with a deliberate error before it had anything to show."""
+    """Removes the folder of a new run that was stopped, or ended with a deliberate error, before its first figures."""
     try:
         yield
-    except FastRLError:
+    except (FastRLError, KeyboardInterrupt):
         empty = (folder / "metrics.jsonl").exists() and (folder / "metrics.jsonl").stat().st_size == 0
         if fresh and rank() == 0 and empty:
             shutil.rmtree(folder, ignore_errors=True)
         raise
+
+
+@contextmanager
+def writable(folder: Path) -> Iterator[None]:
+    """Says what is in the way where the disk under the run folder is full or read-only."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NOT_WRITABLE:
+            raise
+        raise TrainingError(
+            f"cannot write {error.filename or f'in {folder}'}: {error.strerror}. Checkpoints that are there are "
+            "intact; make room or set run.dir to another disk, then go on with --resume"
+        ) from error
 
 
 def train(
@@ -206,6 +236,8 @@ def train(
         if resume_from is not None:
             restore(trainer, manager, resume_from)
             logger.info(f"resumed at step {trainer.step_number} from {resume_from}")
+            if trainer.step_number >= parts.total_steps:
+                logger.warning(f"nothing left to do: optim.total_steps says {parts.total_steps}; raise it to go on")
         with stop:
             try:
                 interruptible(trainer, logger, whereabouts)
@@ -268,10 +300,13 @@ class StopRequest:
 
 def run_evaluation(loaded: LoadedConfig, *, checkpoint: str | Path | None = None) -> dict[str, float]:
     """Score the held-out prompts with the configured model, or a checkpoint of it; prints and returns the figures."""
+    from transformers.utils.logging import disable_progress_bar
+
     from fastrl.errors import ConfigError
     from fastrl.trainer.setup import build
     from fastrl.trainer.state import restore_weights
 
+    disable_progress_bar()
     if loaded.config.data.validation is None:
         raise ConfigError("data.validation = null: evaluation needs held-out prompts, e.g. data.validation=test.jsonl")
     metrics = Metrics()
@@ -348,6 +383,11 @@ def thread_count() -> str:
     import torch
 
     return f"{torch.get_num_threads()} of {os.cpu_count()} cores"
+
+
+def checkpoint_meant(config: Config, files: tuple[str, ...], resume: str) -> Path:
+    """The checkpoint that `--resume` would go on from; CheckpointError when there is none."""
+    return find_checkpoint(resumed_run_folder(config, files, "auto")[0] if resume == "auto" else resume)
 
 
 def dry_run_lines(config: Config) -> list[str]:

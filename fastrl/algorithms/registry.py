@@ -31,6 +31,17 @@ ROOMS = {
     "correction": "fastrl.algorithms.rollout_correction",
     "kl": "fastrl.algorithms.kl",
 }
+# What the trainer can hand to an estimator or a loss; anything else that one takes nobody would ever make.
+DATA = {
+    "advantage": (
+        "scores, group_id, valid, lengths, components, greedy_scores, sample_id, running_baseline, "
+        "token_level_rewards, response_mask, cu_seqlens, values, bootstrap_values, old_log_prob, sum_sq, rollout_weight"
+    ),
+    "policy_loss": (
+        "log_prob, old_log_prob, advantages, entropy, rollout_log_prob, ref_log_prob, rollout_weight, loss_mask, "
+        "cu_seqlens, selection, staleness"
+    ),
+}
 _entries: dict[str, dict[str, Entry]] = {kind: {} for kind in ROOMS}
 
 
@@ -176,10 +187,27 @@ def load(kind: str, path: str) -> Entry:
         raise ConfigError(f"algorithm.{KEYS[kind]} = {path}: cannot be imported ({error})") from error
     if not callable(fn):
         raise ConfigError(f"algorithm.{KEYS[kind]} = {path}: not a function")
+    _check_data(kind, path, fn)
     for entry in _entries[kind].values():
         if entry.fn is fn:
             return replace(entry, name=path)
     return make_entry(kind, path, fn, level=guessed_level(kind, path, fn))
+
+
+def _check_data(kind: str, path: str, fn: Callable[..., Any]) -> None:
+    """Refuses a function whose positional parameters name what no stage makes."""
+    known = DATA.get(kind, "").split(", ")
+    try:
+        taken = positional(fn)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"algorithm.{KEYS[kind]} = {path}: its parameters cannot be read ({error})") from error
+    unknown = [name for name, p in taken.items() if p.default is REQUIRED and name not in known]
+    if kind in DATA and (unknown or not taken):
+        what = f"no stage makes {unknown[0]!r}{nearest(unknown[0], known)}" if unknown else "it takes no data"
+        raise ConfigError(
+            f"algorithm.{KEYS[kind]} = {path}: {what} (positional parameters name data: {DATA[kind]}; options are "
+            "keyword-only)"
+        )
 
 
 def guessed_level(kind: str, path: str, fn: Callable[..., Any]) -> str:

@@ -64,6 +64,8 @@ def _prompt_source(key: str, name: str, subject: Subject) -> Iterator[Finding]:
         hint = f"; a task is written task:{name}" if re.fullmatch(r"\w+", name) else ""
         text = f"{key} = {name}: a source is a file ({', '.join(FILE_KINDS)}), task:NAME or hub:NAME{hint}"
         yield error(key, text=text)
+    elif path.is_dir():
+        yield error(key, text=f"{key} = {name}: is a folder; give a file in it")
     elif not path.is_file():
         siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
         near = [str(path.parent / match) for match in closest(path.name, siblings)]

@@ -29,6 +29,15 @@ def optimizer(subject: Subject) -> Iterator[Finding]:
         yield error("optim.betas", text=f"optim.betas = {list(optim.betas)}: both must be >= 0 and < 1")
     if optim.min_lr_ratio > 0 and optim.schedule == "constant":
         yield no_effect("optim.min_lr_ratio", "optim.schedule = constant never falls; use linear or cosine")
+    algorithm = subject.config.algorithm
+    updates = (optim.total_steps or 0) * algorithm.num_updates_per_step * algorithm.num_epochs_per_batch
+    if 0 < updates < optim.lr_warmup_updates:
+        yield warning(
+            "optim.lr_warmup_updates",
+            "optim.total_steps",
+            text=f"optim.lr_warmup_updates = {optim.lr_warmup_updates} is more than the {updates} updates of the run: "
+            "the rate never reaches optim.lr",
+        )
 
 
 def truncated_sampling(subject: Subject) -> Iterator[Finding]:
@@ -43,6 +52,22 @@ def truncated_sampling(subject: Subject) -> Iterator[Finding]:
                 text=f"rollout.{key} = {value:g} samples from a part of the distribution, which biases the policy "
                 f"ratio and its corrections by the kept mass: set rollout.{key} = {off:g}, or "
                 "rollout.allow_truncated_sampling = true",
+            )
+
+
+def stops(subject: Subject) -> Iterator[Finding]:
+    """An empty stop string is in every text; ids count from 0."""
+    rollout = subject.config.rollout
+    for index, text in enumerate(rollout.stop):
+        if not text:
+            yield error(
+                f"rollout.stop[{index}]", text=f"rollout.stop[{index}] is empty: name text that ends a response"
+            )
+    for index, token in enumerate(rollout.stop_token_ids):
+        if token < 0:
+            yield error(
+                f"rollout.stop_token_ids[{index}]",
+                text=f"rollout.stop_token_ids[{index}] = {token}: token ids are 0 or more",
             )
 
 
@@ -155,6 +180,7 @@ RULES: tuple[Rule, ...] = (
     training_length,
     optimizer,
     truncated_sampling,
+    stops,
     updates_fit_prompts,
     token_budgets,
     validation,

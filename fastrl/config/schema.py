@@ -53,7 +53,7 @@ class RewardConfig(Section):
     weights: list[float] | None = Field(None, description="one weight per entry of reward.functions; null means 1 each")
     regex_pattern: str | None = Field(None, description="pattern that the whole response must match to score 1 under `regex`")
     answer_pattern: str | None = Field(None, description="pattern whose last match (group 1 if there is one) is the answer under `exact`; null takes the last number")
-    timeout_s: float = Field(10.0, gt=0, description="a reward call that takes longer is killed and its samples are unscorable, in seconds")
+    timeout_s: float = Field(10.0, gt=0, le=1e6, description="a reward call that takes longer is killed and its samples are unscorable, in seconds")
     num_workers: int = Field(1, ge=1, description="processes that score responses (math, reasoning_gym, regex and sync Python functions)")
     max_failure_fraction: float = Field(0.1, ge=0, le=1, description="the run stops when a larger fraction of a step's samples could not be scored")
     overlong_buffer_tokens: int = Field(0, ge=0, description="length of the soft penalty zone before rollout.max_response_tokens, in tokens; 0 is off")
@@ -157,7 +157,7 @@ class OptimConfig(Section):
 class RunConfig(Section):
     name: str | None = Field(None, description="name of the run folder; null makes one from the config's file name and the time")
     dir: str = Field("runs", description="folder that holds the run folders")
-    seed: int = Field(0, ge=0, description="everything random follows from it: data order, sampling, initial critic head")
+    seed: int = Field(0, ge=0, lt=2**63, description="everything random follows from it: data order, sampling, initial critic head")
     device: str = Field("auto", description="cpu, cuda or cuda:N; auto takes a GPU where there is one")
     dtype: Literal["float32", "bfloat16", "float64"] = Field("float32", description="compute type of the models (parameters and optimizer state are float32 or wider)")
     num_threads: int | None = Field(None, ge=1, description="CPU threads torch may use; null leaves torch's own choice")

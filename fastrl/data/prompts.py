@@ -153,8 +153,9 @@ def _make_prompt(row: Row, number: int, source: str, columns: _Columns, renderer
         token_ids, messages = renderer.render(content, row.get("tools"))
     except DataError as error:
         raise DataError(f"{where}: {error}") from None
-    except Exception as error:  # chat templates raise whatever they like
-        raise DataError(f"{where}: the chat template refused the prompt: {type(error).__name__}: {error}") from error
+    except Exception as error:  # chat templates raise whatever they like, tokenizers at text that is no Unicode
+        refused = "the chat template" if renderer.chat else "the tokenizer"
+        raise DataError(f"{where}: {refused} refused the prompt: {type(error).__name__}: {error}") from error
     if not token_ids:
         raise DataError(f"{where}: the prompt has no tokens")
     used = {columns.prompt, columns.answer, columns.source}

@@ -36,9 +36,22 @@ def read_rows(source: str, *, split: str = "train", options: Mapping[str, Any] |
     readers = {".jsonl": _jsonl_rows, ".json": _jsonl_rows, ".parquet": _parquet_rows, ".csv": _csv_rows}
     if path.suffix.lower() not in readers:
         raise DataError(f"{key} = {source!r}: use a .jsonl, .parquet or .csv file, task:NAME or hub:NAME")
+    if path.is_dir():
+        raise DataError(f"{key} = {source!r}: is a folder; give a file in it")
     if not path.is_file():
         raise DataError(f"{key} = {source!r}: no such file (looked for {path.absolute()})")
-    return readers[path.suffix.lower()](path, key)
+    return _readable(readers[path.suffix.lower()](path, key), path, key)
+
+
+def _readable(rows: Iterator[Row], path: Path, key: str) -> Iterator[Row]:
+    """The rows; what the file system or the encoding has against them becomes a DataError."""
+    try:
+        yield from rows
+    except UnicodeDecodeError as error:
+        wrong = f"byte {error.object[error.start]:#04x} ({error.reason})"
+        raise DataError(f"{key} = {str(path)!r}: is not UTF-8 text: {wrong}; convert it first") from None
+    except OSError as error:
+        raise DataError(f"{key} = {str(path)!r}: cannot be read ({error.strerror or error})") from None
 
 
 def _jsonl_rows(path: Path, key: str) -> Iterator[Row]:
@@ -51,6 +64,8 @@ def _jsonl_rows(path: Path, key: str) -> Iterator[Row]:
             except json.JSONDecodeError as error:
                 message = f"{path}:{number}:{error.colno}: not valid JSON ({error.msg}); {key} wants one object a line"
                 raise DataError(message) from None
+            except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets without end
+                raise DataError(f"{path}:{number}: cannot be read as JSON ({error}); {key}") from None
             if not isinstance(row, dict):
                 raise DataError(f"{path}:{number}: a {type(row).__name__}; {key} wants one JSON object a line")
             yield row
@@ -60,10 +75,15 @@ def _csv_rows(path: Path, key: str) -> Iterator[Row]:
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
     with path.open(encoding="utf-8-sig", newline="") as lines:
         reader = csv.DictReader(lines)
-        for row in reader:
-            if None in row:
-                raise DataError(f"{path}:{reader.line_num}: more fields than the header has columns ({key})")
-            yield {name: _messages_in_text(value) for name, value in row.items()}
+        try:
+            for row in reader:
+                if None in row:
+                    raise DataError(f"{path}:{reader.line_num}: more fields than the header has columns ({key})")
+                if missing := [name for name, value in row.items() if value is None]:
+                    raise DataError(f"{path}:{reader.line_num}: no field for column {', '.join(missing)} ({key})")
+                yield {name: _messages_in_text(value) for name, value in row.items()}
+        except csv.Error as error:
+            raise DataError(f"{path}:{reader.line_num}: cannot be read as csv ({error}); {key}") from None
 
 
 def _messages_in_text(value: Any) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 import shutil
 import threading
@@ -188,7 +189,7 @@ class CheckpointManager:
         return {
             "step": int(step),
             "serial": 1 + max((c.serial for c in self.list()), default=0),
-            "score": None if score is None else float(score),
+            "score": None if score is None or not math.isfinite(score) else float(score),
             "saved_at": datetime.now(UTC).isoformat(timespec="seconds"),
             "world_size": world_size(),
             "torch": torch.__version__,
@@ -377,6 +378,15 @@ def _offering(folder: Path, read: Callable[[], dict[str, Any]]) -> dict[str, Any
 def _offer(parent: Path, bad: Path) -> str:
     others = [c for c in list_checkpoints(parent) if c.path != bad]
     return f". The one saved before it is {others[-1].path}: resume from that one" if others else ""
+
+
+def unreadable_checkpoints(folder: str | Path) -> list[Path]:
+    """Step folders of a run, or of its `checkpoints/`, without a readable manifest: what "the newest" passes over."""
+    found = []
+    for place in (Path(folder), Path(folder) / "checkpoints"):
+        readable = {c.path for c in list_checkpoints(place)}
+        found += [path for path in _step_folders(place) if path not in readable]
+    return found
 
 
 def _step_folders(folder: Path) -> list[Path]:

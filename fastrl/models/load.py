@@ -6,9 +6,11 @@ import contextlib
 import copy
 import os
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
@@ -105,7 +107,7 @@ def load_model(
             )
     except ModelError:
         raise
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError, UnpicklingError) as error:
         raise ModelError(_explain(path, error)) from error
     if skeleton:
         verify_stand_in(config, path, parameter_dtype, trust_remote_code)

@@ -139,6 +139,16 @@ def _skipped(v: Values, past: History, start: Values) -> str | None:
     )
 
 
+def _nan_values(v: Values, past: History, start: Values) -> str | None:
+    number = v.get("perf/nan_values", 0.0)
+    if number <= 0 or _skipped(v, past, start):
+        return None
+    return (
+        f"{number:.0f} values were NaN and left out of the means: the weights are damaged, so go back to an earlier "
+        "checkpoint and lower optim.lr (or critic.lr)"
+    )
+
+
 def _drift(v: Values, past: History, start: Values) -> str | None:
     kl = max(v.get("kl/reference", 0.0), v.get("kl/reward", 0.0))
     if kl <= 0.5:
@@ -186,6 +196,12 @@ RULES: tuple[Rule, ...] = (
         "A loss or gradient that is not finite would destroy the weights, so all ranks skip that update together.",
         "Seen in the first steps: the rate is too high. Seen rarely, late: 16-bit overflow. Training stops after "
         "optim.max_skipped_updates in a row.",
+    ),
+    Rule(
+        "nan-values",
+        _nan_values,
+        "Log-probs, entropies or values that are NaN come from weights that are, whatever the other figures say.",
+        "Training again from such a checkpoint cannot help. It began with a rate too high or an overflow.",
     ),
     Rule(
         "unscorable",

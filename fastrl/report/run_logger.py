@@ -7,6 +7,7 @@ with RunLogger(folder, total_steps=200, trackers=("tensorboard",)) as logger:
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 import traceback
@@ -26,6 +27,7 @@ from fastrl.report.text import duration, step_line
 from fastrl.report.tracking import Trackers, check_installed
 from fastrl.rollout.records import RolloutWriter
 
+PACKAGE = Path(__file__).resolve().parents[1]
 CHANGE_STEPS = 10  # the reward's change is against the mean of so many steps before
 SPEED_STEPS = 20  # the time left follows from the speed of so many steps
 
@@ -160,21 +162,27 @@ class RunLogger:
         self._closed = True
         self._capture.stop()
         self.screen.close()
-        if self.is_main:
-            self._say("info", f"{status} after {duration(self.seconds())}  {self.folder}")
-        self.trackers.close(status)
-        if self.metrics is not None:
-            self.metrics.close()
-        self._log.close()
+        try:
+            if self.is_main:
+                self._say("info", f"{status} after {duration(self.seconds())}  {self.folder}")
+        finally:
+            self.trackers.close(status)
+            if self.metrics is not None:
+                self.metrics.close()
+            self._log.close()
 
     def __enter__(self) -> RunLogger:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        if error is not None and not isinstance(error, (KeyboardInterrupt, SystemExit, Terminated)):
-            self._write(*traceback.format_exception(kind, error, trace))
         interrupted = kind is not None and issubclass(kind, KeyboardInterrupt | Terminated)
-        self.close("interrupted" if interrupted else "failed" if kind is not None else "finished")
+        status = "interrupted" if interrupted else "failed" if kind is not None else "finished"
+        # A full disk ends a run, and must not keep the terminal from coming back or hide what ended it.
+        with contextlib.suppress(OSError):
+            if error is not None and not isinstance(error, (KeyboardInterrupt, SystemExit, Terminated)):
+                self._write(*traceback.format_exception(kind, error, trace))
+        with contextlib.suppress(OSError) if error is not None else contextlib.nullcontext():
+            self.close(status)
 
     def _recall(self) -> None:
         """Trend and health rules go on from the steps that are kept."""
@@ -249,7 +257,8 @@ class _Capture(logging.Handler):
         file: TextIO | None = None,
         line: str | None = None,
     ) -> None:
-        self._say(f"{category.__name__}: {message} ({filename}:{lineno})")
+        ours = category is UserWarning and Path(filename).is_relative_to(PACKAGE)  # meant for the user as it stands
+        self._say(str(message) if ours else f"{category.__name__}: {message} ({filename}:{lineno})")
 
     def _say(self, text: str) -> None:
         if text not in self._seen:

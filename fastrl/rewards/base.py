@@ -13,6 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from fastrl.errors import RewardError
 
+MAX_SCORE = (
+    1e15  # the square is still finite in float32: beyond it, group statistics would be infinite and teach nothing
+)
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -75,8 +79,9 @@ def check_score(function: str, value: Any) -> Outcome:
             number = value
     if not isinstance(number, int | float) or getattr(value, "shape", ()) != ():
         return Failure(function, f"returned a {type(value).__name__} ({str(value)[:40]}) instead of a number")
-    if not math.isfinite(number):
-        return Failure(function, f"returned {number}")
+    if not math.isfinite(number) or abs(number) > MAX_SCORE:
+        large = f", larger than a score may be ({MAX_SCORE:g})" if math.isfinite(number) else ""
+        return Failure(function, f"returned {number:g}{large}")
     return float(number)
 
 

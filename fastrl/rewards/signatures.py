@@ -96,6 +96,10 @@ def read_signature(name: str, function: Callable[..., Any]) -> Signature:
     )
 
 
+class MissingColumn(TypeError):
+    """A parameter without default that this sample has nothing for; the message says what there is."""
+
+
 def sample_arguments(signature: Signature, sample: dict[str, Any]) -> dict[str, Any]:
     """Keyword arguments for one sample.
 
@@ -114,7 +118,7 @@ def sample_arguments(signature: Signature, sample: dict[str, Any]) -> dict[str, 
         elif name in columns:
             arguments[name] = columns[name]
         elif name in signature.required:
-            raise TypeError(_unknown_parameter(name, columns))
+            raise MissingColumn(_unknown_parameter(name, columns))
     if signature.takes_columns:
         arguments |= {k: v for k, v in columns.items() if k not in arguments}
     return arguments
@@ -131,7 +135,7 @@ def batch_arguments(signature: Signature, samples: Sequence[dict[str, Any]]) -> 
         elif name in columns:
             arguments[name] = [sample["extra"].get(name) for sample in samples]
         elif name in signature.required:
-            raise TypeError(_unknown_parameter(name, columns))
+            raise MissingColumn(_unknown_parameter(name, columns))
     if signature.takes_columns:
         arguments |= {c: [s["extra"].get(c) for s in samples] for c in columns if c not in arguments}
     return arguments

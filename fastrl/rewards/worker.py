@@ -21,6 +21,7 @@ from fastrl.errors import RewardError
 from fastrl.rewards import builtin
 from fastrl.rewards.base import Failure, check_batch_scores, check_score
 from fastrl.rewards.signatures import (
+    MissingColumn,
     Signature,
     batch_arguments,
     import_function,
@@ -78,6 +79,8 @@ class Judges:
         name = self.functions[index][0]
         if isinstance(error, RewardError):
             return Failure(name, str(error), is_contract=True)
+        if isinstance(error, MissingColumn):
+            return Failure(name, str(error))
         return Failure(name, f"{type(error).__name__}: {error}", traceback.format_exc())
 
 

@@ -17,6 +17,7 @@ from fastrl.algorithms.registry import Entry
 from fastrl.algorithms.token_rewards import kl_in_reward, move_to_sampled, place_scores
 from fastrl.data.batch import FinishReason, RolloutBatch
 from fastrl.dist.collectives import all_reduce_sum, data_group
+from fastrl.errors import ConfigError
 from fastrl.kernels import whiten
 from fastrl.trainer.metrics import Metrics
 from fastrl.trainer.normalizers import gather_own, reduce_one, sequence_sums
@@ -149,7 +150,24 @@ class AdvantageStage:
         data = {name: getattr(batch, name, None) for name in self.estimator.data}
         if "lengths" in data:
             data["lengths"] = sequence_sums(batch.response_mask, batch)
-        return self.estimator.call(data, self.options)
+        result = self.estimator.call(data, self.options)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise ConfigError(
+                f"algorithm.advantage = {self.estimator.name}: returned a {type(result).__name__} instead of "
+                "(advantages, returns)"
+            )
+        for part in result:
+            self.check_shape(part, batch.response_mask, "token")
+        return result
+
+    def check_shape(self, value: Any, like: Tensor, unit: str) -> None:
+        """Refuses what an estimator must not return: anything else than one number per token or response."""
+        if not isinstance(value, Tensor) or value.shape != like.shape:
+            what = f"shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            raise ConfigError(
+                f"algorithm.advantage = {self.estimator.name}: returned {what} instead of a tensor of shape "
+                f"{list(like.shape)}, one number per {unit}"
+            )
 
     def sequence_advantages(self, batch: RolloutBatch) -> Tensor:
         """Advantages [S] of this rank, from the scalars of all ranks."""
@@ -167,6 +185,7 @@ class AdvantageStage:
                 n.removeprefix("component/"): data.pop(n) for n in list(data) if n.startswith("component/")
             }
         advantages = self.estimator.call(data, self.options)
+        self.check_shape(advantages, data["scores"], "response")
         if self.running is not None and bool(data["valid"].any()):
             self.running.update(float(data["scores"][data["valid"]].mean()))
         return advantages[own]

@@ -6,6 +6,7 @@ import copy
 from pathlib import Path
 
 import torch
+from transformers.utils.logging import disable_progress_bar
 
 from fastrl.config.load import load_config
 from fastrl.dist.checkpoint import find_checkpoint, load_checkpoint
@@ -27,6 +28,7 @@ def export_run(run: str | Path, folder: str | Path, *, dtype: str | None = None,
     Raises:
         CheckpointError: no checkpoint there, a damaged one, or a folder without the run's config.yaml.
     """
+    disable_progress_bar()
     checkpoint = find_checkpoint(run)
     config_file = next(
         (p / "config.yaml" for p in [Path(run), *checkpoint.parents] if (p / "config.yaml").is_file()), None

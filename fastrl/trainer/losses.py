@@ -17,6 +17,7 @@ from torch import Tensor
 from fastrl.algorithms.kl import unbiased_kl
 from fastrl.algorithms.registry import Entry
 from fastrl.data.batch import RolloutBatch
+from fastrl.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,9 @@ def token_terms(
         data["selection"] = members.selection[index]
     if "staleness" in settings.policy_loss.data:
         data["staleness"] = staleness(members)[index]
+    data["ref_log_prob"] = None if batch.ref_log_prob is None else batch.ref_log_prob[index]
     result = settings.policy_loss.call(data, settings.options)
+    check_token_loss(settings.policy_loss.name, result, log_prob)
     loss = result.loss if weight is None or "rollout_weight" in settings.policy_loss.data else result.loss * weight
     stats |= result.stats | movement(log_prob.detach(), old)
     if settings.kl is not None and "logits" not in settings.kl.needs:  # `full` is added where the logits are
@@ -105,6 +108,19 @@ def applied(weight: Tensor, old_log_prob: Tensor, rollout_log_prob: Tensor) -> d
     w = (old_log_prob - rollout_log_prob).clamp(-20, 20).exp()
     changed = torch.isfinite(w) & ((weight - w).abs() > 1e-5 * w)
     return {"applied_weight": weight, "clipped_weight": changed.to(weight.dtype)}
+
+
+def check_token_loss(name: str, result: Any, log_prob: Tensor) -> None:
+    """Refuses what would be spread over the tokens by broadcasting, such as a mean: a loss has a value per token."""
+    loss = getattr(result, "loss", None)
+    if not isinstance(loss, Tensor):
+        raise ConfigError(f"algorithm.policy_loss = {name}: returned a {type(result).__name__} instead of a TokenLoss")
+    for what, value in (("loss", loss), *((f"stats[{stat!r}]", value) for stat, value in result.stats.items())):
+        if value.shape != log_prob.shape:
+            raise ConfigError(
+                f"algorithm.policy_loss = {name}: its {what} has shape {list(value.shape)} instead of "
+                f"{list(log_prob.shape)}, one value per token: masks, means and sums are taken outside"
+            )
 
 
 def staleness(members: OptimizerBatch) -> Tensor:

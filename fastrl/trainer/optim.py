@@ -171,10 +171,8 @@ class Optimizer:
 
 
 def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Decay matrices only: vectors (norms, biases) keep weight decay 0."""
+    """Decay matrices only: vectors (norms, biases) keep weight decay 0. Two groups always, so that a run can resume."""
     trainable = [p for p in module.parameters() if p.requires_grad]
-    if weight_decay == 0:
-        return [{"params": trainable, "weight_decay": 0.0}]
     return [
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
-from fastrl.algorithms.registry import Entry, get_advantage
+from fastrl.algorithms.registry import Entry, get_advantage, get_policy_loss
 from fastrl.config.schema import Config
 from fastrl.trainer.engine_choice import choose_engine
 
@@ -39,9 +39,9 @@ def needs_critic(config: Config) -> bool:
 
 
 def needs_reference(config: Config) -> bool:
-    """True when a KL term, in the reward or in the loss, has a weight."""
+    """True when a KL term, in the reward or in the loss, has a weight, or the policy loss takes ref_log_prob."""
     a = config.algorithm
-    return a.kl_loss_coef > 0 or a.kl_reward_coef > 0
+    return a.kl_loss_coef > 0 or a.kl_reward_coef > 0 or "ref_log_prob" in inputs_of(get_policy_loss(a.policy_loss))
 
 
 def needs_reward_model(config: Config) -> bool:

@@ -2,24 +2,43 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from fastrl.config.schema import Config
+from fastrl.config.yaml_source import read_document
+from fastrl.dist.collectives import on_rank_zero, rank
 from fastrl.errors import CheckpointError, ConfigError
 
 
 def new_run_folder(config: Config, files: tuple[str, ...]) -> Path:
-    """A fresh folder for this run; a name that is taken by a run with checkpoints or metrics is refused."""
+    """A fresh folder for this run; one that holds anything is refused, so that nobody's files are written over."""
+    try:
+        return _new_run_folder(config, files)
+    except OSError as error:
+        raise ConfigError(f"run.dir = {config.run.dir}: cannot make {error.filename} ({error.strerror})") from error
+
+
+def _new_run_folder(config: Config, files: tuple[str, ...]) -> Path:
     if config.run.name is not None:
         folder = Path(config.run.dir) / config.run.name
-        if (folder / "metrics.jsonl").exists() or (folder / "checkpoints").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        if has_checkpoint(folder):
             raise ConfigError(
                 f"run.name = {config.run.name}: {folder} already holds a run; add --resume to continue it, "
                 "or choose another run.name"
             )
-        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            what = "a run that saved no checkpoint" if (folder / "metrics.jsonl").exists() else "files"
+            raise ConfigError(
+                f"run.name = {config.run.name}: {folder} already holds {what}; remove the folder, or choose another "
+                "run.name"
+            )
         return folder
     stem = Path(files[-1]).stem if files else "run"
     stamp = time.strftime("%Y%m%d-%H%M%S")
@@ -55,9 +74,54 @@ def resumed_run_folder(config: Config, files: tuple[str, ...], resume: str) -> t
         stem = Path(files[-1]).stem if files else "run"
         candidates = sorted(root.glob(f"{stem}-[0-9]*"), key=os.path.getmtime, reverse=True) if root.is_dir() else []
     for folder in candidates:
-        if any((folder / "checkpoints").glob("step_*")):
+        if has_checkpoint(folder):
             return folder, None
     where = root / config.run.name if config.run.name else root
+    begun = config.run.name is not None and where.is_dir() and any(where.iterdir())
+    first = "the run there saved none (run.checkpoint_every_steps): remove the folder and " if begun else ""
     raise CheckpointError(
-        f"--resume auto: no checkpoint under {where}; start without --resume, or name a run with --resume PATH"
+        f"--resume auto: no checkpoint under {where}; {first}start without --resume, or name a run with --resume PATH"
     )
+
+
+def has_checkpoint(folder: Path) -> bool:
+    """Whether a run folder holds anything that looks like a checkpoint."""
+    return any((folder / "checkpoints").glob("step_*"))
+
+
+@contextmanager
+def sole_user(folder: Path) -> Iterator[None]:
+    """Keeps a second run out of a folder for as long as this one writes in it; all ranks together are one."""
+    handle = on_rank_zero(lambda: _lock(folder))
+    try:
+        yield
+    finally:
+        if rank() == 0 and handle is not None:
+            os.close(handle)
+
+
+def _lock(folder: Path) -> int | None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise ConfigError(
+            f"{folder} is in use by another process that trains in it: wait until it ends, or choose another run.name"
+        ) from None
+    except OSError:  # a file system without locks
+        os.close(handle)
+        return None
+    return handle
+
+
+def changed_keys(file: Path, config: Config) -> list[str]:
+    """What a resumed run does otherwise than at its last start (`file` is its config.yaml): `optim.lr = 1 -> 2`."""
+    before = read_document(str(file)).data if file.is_file() else {}
+    changes = []
+    for section, keys in config.model_dump(mode="json").items():
+        old: Any = before.get(section)
+        if isinstance(old, dict):
+            changed = [key for key, value in keys.items() if key in old and old[key] != value]
+            changes += [f"{section}.{key} = {old[key]} -> {keys[key]}" for key in changed]
+    return changes

@@ -33,6 +33,7 @@ from fastrl.trainer.advantage import AdvantageStage
 from fastrl.trainer.balancing import Exchange, cost_model
 from fastrl.trainer.critic import Critic
 from fastrl.trainer.engines import make_choreography, make_engine, make_probe
+from fastrl.trainer.fits import check_fits
 from fastrl.trainer.full_kl import FullKL
 from fastrl.trainer.generation import Generator
 from fastrl.trainer.loop import Parts
@@ -80,6 +81,7 @@ def build(
     total_steps = number_of_steps(config, len(train))
     mesh = make_mesh(device, config.parallel.replicate, config.parallel.shard)
     model = load_trained_policy(config, dtype, device, mesh)
+    check_fits(config, model, train, validation)
     schedule = actor_schedule(config, plan, total_steps)
     actor = Actor(
         model,

@@ -91,9 +91,13 @@ def restore_weights(parts: Parts, path: str) -> None:
 def load_model_state(
     model: torch.nn.Module, optimizer: Optimizer, tensors: dict[str, Any], counters: dict[str, Any]
 ) -> None:
-    """Weights, moments and counters of one model."""
+    """Weights, moments and counters of one model; rates, betas and decay stay those of the configuration."""
     load_trained_state(model, tensors["model"])
+    groups = optimizer.torch_optimizer.param_groups
+    configured = [{name: value for name, value in group.items() if name != "params"} for group in groups]
     optimizer.torch_optimizer.load_state_dict(tensors["optimizer"])
+    for group, options in zip(optimizer.torch_optimizer.param_groups, configured, strict=True):
+        group.update(options)
     optimizer.load_state_dict(counters)
 
 

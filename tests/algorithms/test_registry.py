@@ -153,6 +153,8 @@ def test_typed_options_of_a_users_function():
         ("user_algorithms:NOT_A_FUNCTION", "not a function"),
         ("user_algorithms:picky", "register it with"),
         (":f", "cannot be imported"),
+        ("user_algorithms:reads_fog", r"no stage makes 'ratios' \(positional parameters name data: log_prob, "),
+        ("user_algorithms:of_nothing", "it takes no data"),
     ],
 )
 def test_paths_that_do_not_work(path, message):

@@ -40,4 +40,12 @@ def picky(log_prob, selection):
     return TokenLoss(log_prob)
 
 
+def reads_fog(log_prob, ratios):
+    return TokenLoss(log_prob * ratios)
+
+
+def of_nothing(*, scale: float = 1.0):
+    return TokenLoss(torch.zeros(1))
+
+
 NOT_A_FUNCTION = torch.zeros(1)

@@ -57,6 +57,35 @@ def test_a_rule_is_silent_about_keys_known_to_be_wrong(load):
     assert lines == ["command line: optim.total_stepz: unknown key; did you mean optim.total_steps?"]
 
 
+def test_what_ends_a_response_can_end_one(load):
+    assert problems(load, "rollout: {stop: ['.', ''], stop_token_ids: [3, -1]}\n") == [
+        "c.yaml:2:22: rollout.stop[1] is empty: name text that ends a response",
+        "c.yaml:2:47: rollout.stop_token_ids[1] = -1: token ids are 0 or more",
+    ]
+
+
+def test_a_folder_is_no_data_file(load, tmp_path):
+    (tmp_path / "a.jsonl").mkdir()
+    assert problems(load, "", "data.train=a.jsonl") == [
+        "command line: data.train = a.jsonl: is a folder; give a file in it"
+    ]
+
+
+def test_a_warm_up_longer_than_the_run_is_warned_about(load):
+    assert load("", "optim.lr_warmup_updates=5").warnings == ()
+    assert load("", "optim.lr_warmup_updates=6").warnings == (
+        "command line: optim.lr_warmup_updates = 6 is more than the 5 updates of the run: "
+        "the rate never reaches optim.lr",
+    )
+    assert load("", "optim.lr_warmup_updates=6", "algorithm.num_updates_per_step=2").warnings == ()
+
+
+def test_numbers_that_libraries_cannot_take(load):
+    assert "run.seed: must be an integer >= 0" in problems(load, "", "run.seed=9223372036854775808")[0]
+    assert "reward.timeout_s: must be a number > 0" in problems(load, "", "reward.timeout_s=1e12")[0]
+    assert load("", "run.seed=9223372036854775807").config.run.seed == 2**63 - 1
+
+
 def test_group_of_one_is_warned_about(load):
     loaded = load("algorithm: {advantage: grpo}\nrollout: {num_samples_per_prompt: 1}\n")
     assert loaded.warnings == (

@@ -206,6 +206,9 @@ BAD = [
         r"data\.apply_chat_template = true.*no chat template",
     ),
     ("no slot", PLAIN_ROWS, {"prompt_template": "Q:"}, r"data\.prompt_template = 'Q:': must contain {prompt}"),
+    ("half a character", [{"prompt": "a\ud800", "answer": 1}], {}, r"row 0: the tokenizer refused the prompt"),
+    ("long number", '{"prompt": "q", "answer": ' + 5000 * "9" + "}", {}, r"a\.jsonl:1: cannot be read as JSON"),
+    ("deep brackets", '{"prompt": "q", "answer": ' + 99999 * "[", {}, r"a\.jsonl:1: cannot be read as JSON"),
     ("options of a file", PLAIN_ROWS, {"options": {"a": 1}}, r"data\.train_options"),
 ]
 
@@ -223,6 +226,27 @@ def test_errors_name_the_key(content, settings, message, tmp_path):
         path.write_text(content)
     with pytest.raises(DataError, match=message):
         load_prompts(str(path), tokenizer, **settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"prompt": "caf\xe9", "answer": 1}\n', r"a\.jsonl': is not UTF-8 text: byte 0xe9"),
+        ("a.csv", b"prompt,answer\ncaf\xe9,1\n", r"a\.csv': is not UTF-8 text: byte 0xe9"),
+        ("a.csv", b"prompt,answer\nq,1\nq\n", r"a\.csv:3: no field for column answer \(data\.train\)"),
+        ("a.csv", b"prompt,answer\nq,1,2\n", r"a\.csv:2: more fields than the header"),
+    ],
+)
+def test_files_of_another_making(name, content, message, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        load_prompts(str(tmp_path / name), make_tokenizer())
+
+
+def test_a_folder_is_no_file(tmp_path):
+    (tmp_path / "a.jsonl").mkdir()
+    with pytest.raises(DataError, match="is a folder"):
+        load_prompts(str(tmp_path / "a.jsonl"), make_tokenizer())
 
 
 def test_missing_extras_are_named(tmp_path, monkeypatch):

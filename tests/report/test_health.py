@@ -24,6 +24,7 @@ FINE = {
     "mismatch/k3/mean": 1e-7,
     "mismatch/ess": 0.999,
     "optim/skipped_updates": 0.0,
+    "perf/nan_values": 0.0,
     "kl/reference": 0.01,
     "value/explained_variance": 0.3,
     "memory/device_total_gib": 139.0,
@@ -33,6 +34,7 @@ FINE = {
 # anchor -> (what changes in every step, steps until it is said, words that must be in the line)
 CASES = {
     "skipped-updates": ({"optim/skipped_updates": 2.0}, 1, "2 updates were skipped"),
+    "nan-values": ({"perf/nan_values": 128.0}, 1, "128 values were NaN"),
     "unscorable": ({"reward/unscorable": 3.0}, 1, "3 of 64 responses could not be scored"),
     "equal-rewards": ({"reward/max": 0.0, "reward/mean": 0.0}, 1, "all 64 rewards are 0"),
     "zero-variance": ({"reward/zero_variance_fraction": 0.37}, 1, "37% of groups have equal rewards"),

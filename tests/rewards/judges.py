@@ -128,3 +128,8 @@ class Judge:
 
 def positional(response, /):
     return 1.0
+
+
+def number(response):
+    """The number that the response is."""
+    return float(response)

@@ -65,6 +65,13 @@ def test_outcomes_of_one_function():
     assert "the judge is out" in result.errors[4] and "Traceback" in result.errors[4]
 
 
+def test_scores_beyond_float32_are_failures():
+    """1e39 is infinity in float32, and the square of 1e16 is beyond what a group's variance can hold for long."""
+    result = judge(["python:judges:number"], ["1e15", "-1e15", "1e16", "-1e39"])
+    assert result.valid.tolist() == [True, True, False, False]
+    assert result.errors[0].endswith("returned 1e+16, larger than a score may be (1e+15)")
+
+
 def test_abstention_uses_the_others_and_a_failure_never_does():
     # exact abstains without a reference; by_text answers, abstains, or raises
     result = judge(["exact", "python:judges:by_text"], ["2", "none", "raise"], [1.0, 0.5], answer=None)

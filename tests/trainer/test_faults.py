@@ -16,6 +16,7 @@ from fastrl.config.load import load_config
 from fastrl.dist.checkpoint import list_checkpoints, load_checkpoint
 from fastrl.errors import FastRLError, RewardError
 from fastrl.run import run_training
+from fastrl.trainer.run_folder import sole_user
 
 TESTS = Path(__file__).resolve().parents[1]
 ENVIRONMENT = os.environ | {
@@ -102,6 +103,80 @@ def test_an_empty_dataset(model, tmp_path):
         train([*overrides, f"data.train={tmp_path / 'empty.jsonl'}"])
 
 
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            ["algorithm.policy_loss=tiny_plugins:mean_loss"],
+            "its loss has shape [] instead of [128], one value per token",
+        ),
+        (["algorithm.policy_loss=tiny_plugins:no_token_loss"], "returned a Tensor instead of a TokenLoss"),
+        (["algorithm.advantage=tiny_plugins:mean_advantage"], "returned shape [] instead of a tensor of shape [16]"),
+        (["algorithm.advantage=tiny_plugins:one_of_two"], "returned a Tensor instead of (advantages, returns)"),
+    ],
+)
+def test_plug_ins_are_never_broadcast(model, tmp_path, overrides, expected):
+    with pytest.raises(FastRLError) as caught:
+        train(short_run(model, tmp_path, *overrides))
+    assert expected in str(caught.value)
+
+
+def test_a_loss_that_takes_the_reference_gets_it(model, tmp_path):
+    """log_prob - ref_log_prob is 0 in the first step, where the policy still is the reference."""
+    options = ["algorithm.policy_loss=tiny_plugins:far_from_reference", "optim.total_steps=2", "optim.lr=0.1"]
+    first, second = metrics_of(train(short_run(model, tmp_path, *options)))
+    assert abs(first["policy/stat/distance"]) < 1e-6 < abs(second["policy/stat/distance"])
+
+
+def test_prompts_that_leave_no_room_are_found_before_training(model, tmp_path):
+    with pytest.raises(FastRLError, match=r"data.train: a prompt of \d+ tokens and a response of up to 4000 exceed"):
+        train(short_run(model, tmp_path, "rollout.max_response_tokens=4000"))
+    with pytest.raises(FastRLError, match=r"rollout.stop_token_ids has 999999, but the model's ids are below"):
+        train(short_run(model, tmp_path, "rollout.stop_token_ids=[999999]"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_damaged_weights(model, tmp_path):
+    folder = Path(write_tiny_folder(tmp_path / "cut"))
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:5000])
+    with pytest.raises(FastRLError, match=r"model.path = .*cut: "):
+        train(short_run(str(folder), tmp_path))
+
+
+def test_a_failed_start_leaves_other_files_alone(model, tmp_path):
+    """A folder that holds anything is refused, and nothing in it is written over or removed."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("mine")
+    with pytest.raises(FastRLError, match="run already holds files; remove the folder, or choose another"):
+        train(short_run(model, tmp_path, "data.prompt_column=question"))
+    assert (tmp_path / "run" / "config.yaml").read_text() == "mine"
+
+
+def test_a_run_without_a_checkpoint_says_what_to_do(model, tmp_path):
+    with pytest.raises(FastRLError, match="lower the policy's learning rate"):
+        train(short_run(model, tmp_path, "algorithm.policy_loss=tiny_plugins:not_a_number"))
+    with pytest.raises(FastRLError, match="already holds a run that saved no checkpoint; remove the folder"):
+        train(short_run(model, tmp_path))
+    with pytest.raises(FastRLError, match=r"the run there saved none .*: remove the folder and start without --resume"):
+        run_training(load_config([], short_run(model, tmp_path)), resume="auto")
+
+
+def test_a_run_folder_that_cannot_be_made(model, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FastRLError, match=r"run.dir = .*file: cannot make .*file/run \(Not a directory\)"):
+        train(short_run(model, tmp_path / "file"))
+
+
+def test_two_processes_never_share_a_run_folder(model, tmp_path):
+    run = train(short_run(model, tmp_path, "optim.total_steps=1"))
+    again = load_config([], short_run(model, tmp_path, "optim.total_steps=2"))
+    with sole_user(run), pytest.raises(FastRLError, match="is in use by another process"):
+        run_training(again, resume="auto")
+    run_training(again, resume="auto")
+    assert [row["step"] for row in metrics_of(run)] == [1, 2]
+
+
 def test_a_model_folder_without_a_tokenizer(model, tmp_path):
     folder = Path(write_tiny_folder(tmp_path / "bare"))
     for file in folder.glob("tokenizer*"):
@@ -157,6 +232,20 @@ def test_ctrl_c_stops_within_seconds(model, tmp_path, phase):
     assert time.monotonic() - asked < 15
     assert "Traceback" not in output and "--resume" in (run / "log.txt").read_text()
     load_checkpoint(run)
+
+
+@pytest.mark.parametrize("room", [100, 3000])
+def test_a_disk_that_is_full_from_the_start(model, tmp_path, room):
+    """config.yaml or log.txt and metrics.jsonl do not fit: one message, no traceback."""
+
+    def limit():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
+
+    process = start(tmp_path, short_run(model, tmp_path / "runs", "optim.total_steps=9"), limit)
+    output = process.communicate(timeout=120)[0].decode()
+    assert process.returncode == 1 and "Traceback" not in output, output
+    assert "cannot write" in output and "File too large" in output and "run.dir" in output
 
 
 def wait_until_running(run, process, timeout_s=120):

@@ -125,6 +125,52 @@ def test_resume_with_a_critic_the_checkpoint_lacks(model, tmp_path):
         train(short_run(model, tmp_path, *PPO, "optim.total_steps=2"), resume="auto")
 
 
+def test_the_configuration_counts_after_a_resume(model, tmp_path):
+    """Rates, betas and decay are what the configuration says now, and what changed is said."""
+    first = train(short_run(model, tmp_path, "optim.total_steps=1"))
+    changed = ["optim.total_steps=2", "optim.lr=0.25", "optim.betas=[0.5,0.75]", "optim.weight_decay=0.125"]
+    train(short_run(model, tmp_path, *changed), resume="auto")
+    decayed, plain = load_checkpoint(first)[0]["policy"]["optimizer"]["param_groups"]
+    assert [tuple(group["betas"]) for group in (decayed, plain)] == [(0.5, 0.75)] * 2
+    assert (decayed["weight_decay"], plain["weight_decay"], decayed["lr"]) == (0.125, 0.0, 0.25)
+    log = (first / "log.txt").read_text()
+    assert "changed since the last start: optim.lr = 0.001 -> 0.25, optim.betas = [0.9, 0.999] -> [0.5, 0.75]" in log
+
+
+def test_a_damaged_newest_checkpoint_is_named(model, tmp_path):
+    run = train(short_run(model, tmp_path, "optim.total_steps=2", "run.checkpoint_every_steps=1"))
+    (run / "checkpoints" / "step_000002" / "manifest.json").write_text("{")
+    train(short_run(model, tmp_path, "optim.total_steps=2"), resume="auto")
+    log = (run / "log.txt").read_text()
+    assert "step_000002 is damaged (its manifest cannot be read) and was passed over" in log
+    assert "resumed at step 1" in log and [row["step"] for row in lines_of(run)] == [1, 2]
+
+
+def test_other_prompts_after_a_resume_are_said_plainly(model, tmp_path):
+    run = train(short_run(model, tmp_path, "optim.total_steps=1"))
+    train(short_run(model, tmp_path, "optim.total_steps=2", "run.seed=5"), resume="auto")
+    assert "warning run.seed or data.shuffle changed since the checkpoint" in (run / "log.txt").read_text()
+
+
+def test_resume_of_a_finished_run_says_so(model, tmp_path):
+    run = train(short_run(model, tmp_path, "optim.total_steps=2"))
+    before = (run / "metrics.jsonl").read_text()
+    train(short_run(model, tmp_path, "optim.total_steps=1"), resume="auto")
+    assert (run / "metrics.jsonl").read_text() == before
+    assert "nothing left to do: optim.total_steps says 1" in (run / "log.txt").read_text()
+
+
+def test_a_dry_run_looks_for_the_checkpoint(model, tmp_path, capsys):
+    loaded = load_config([], short_run(model, tmp_path, "optim.total_steps=1"))
+    with pytest.raises(RuntimeError, match="no checkpoint under"):
+        run_training(loaded, resume="auto", dry_run=True)
+    with pytest.raises(RuntimeError, match="there is no checkpoint in nowhere"):
+        run_training(loaded, resume="nowhere", dry_run=True)
+    run = run_training(loaded)
+    run_training(loaded, resume="auto", dry_run=True)
+    assert f"resumes       {run}/checkpoints/step_000001" in capsys.readouterr().out
+
+
 def test_the_written_config_reloads_equal(model, tmp_path):
     loaded = load_config([], short_run(model, tmp_path, "optim.total_steps=1"))
     folder = run_training(loaded)
