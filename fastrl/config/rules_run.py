@@ -168,6 +168,13 @@ def layers_of_the_model(subject: Subject) -> Iterator[Finding]:
         yield Finding(("model.lora_rank",), text, "missing_package")
 
 
+def seed(subject: Subject) -> Iterator[Finding]:
+    """What torch takes as a seed."""
+    number = subject.config.run.seed
+    if number >= 2**63:
+        yield error("run.seed", text=f"run.seed = {number}: must be below 2^63 = {2**63}")
+
+
 def trackers(subject: Subject) -> Iterator[Finding]:
     """Every tracker's package is installed."""
     for name in subject.config.logging.trackers:
@@ -187,5 +194,6 @@ RULES: tuple[Rule, ...] = (
     checkpoints,
     device,
     layers_of_the_model,
+    seed,
     trackers,
 )

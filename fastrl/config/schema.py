@@ -157,7 +157,7 @@ class OptimConfig(Section):
 class RunConfig(Section):
     name: str | None = Field(None, description="name of the run folder; null makes one from the config's file name and the time")
     dir: str = Field("runs", description="folder that holds the run folders")
-    seed: int = Field(0, ge=0, lt=2**63, description="everything random follows from it: data order, sampling, initial critic head")
+    seed: int = Field(0, ge=0, description="everything random follows from it: data order, sampling, initial critic head")
     device: str = Field("auto", description="cpu, cuda or cuda:N; auto takes a GPU where there is one")
     dtype: Literal["float32", "bfloat16", "float64"] = Field("float32", description="compute type of the models (parameters and optimizer state are float32 or wider)")
     num_threads: int | None = Field(None, ge=1, description="CPU threads torch may use; null leaves torch's own choice")

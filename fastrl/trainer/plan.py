@@ -135,7 +135,8 @@ def describe(config: Config) -> list[str]:
     prompts = "computed once per group" if config.run.share_prompts else "repeated for each response"
     updates = f"{plan.updates_per_step} x {plan.epochs_per_batch} updates"
     old = f"runs: {plan.reasons['old_log_prob']}" if plan.old_log_prob else "skipped: one update, ratio is exactly 1"
-    reference = "runs: KL to the reference has a weight" if plan.reference else "not loaded: no KL term"
+    why = "KL to the reference has a weight" if a.kl_loss_coef or a.kl_reward_coef else f"{a.policy_loss} reads it"
+    reference = f"runs: {why}" if plan.reference else "not loaded: no KL term"
     if a.kl_loss_coef > 0 and a.kl_loss_kind == "full":
         reference += ", over the vocabulary inside the update"
     stages = {

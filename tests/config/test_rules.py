@@ -59,8 +59,8 @@ def test_a_rule_is_silent_about_keys_known_to_be_wrong(load):
 
 def test_what_ends_a_response_can_end_one(load):
     assert problems(load, "rollout: {stop: ['.', ''], stop_token_ids: [3, -1]}\n") == [
-        "c.yaml:2:22: rollout.stop[1] is empty: name text that ends a response",
-        "c.yaml:2:47: rollout.stop_token_ids[1] = -1: token ids are 0 or more",
+        "c.yaml:2:23: rollout.stop[1] is empty: name text that ends a response",
+        "c.yaml:2:48: rollout.stop_token_ids[1] = -1: token ids are 0 or more",
     ]
 
 
@@ -81,7 +81,9 @@ def test_a_warm_up_longer_than_the_run_is_warned_about(load):
 
 
 def test_numbers_that_libraries_cannot_take(load):
-    assert "run.seed: must be an integer >= 0" in problems(load, "", "run.seed=9223372036854775808")[0]
+    assert problems(load, "", "run.seed=9223372036854775808") == [
+        "command line: run.seed = 9223372036854775808: must be below 2^63 = 9223372036854775808"
+    ]
     assert "reward.timeout_s: must be a number > 0" in problems(load, "", "reward.timeout_s=1e12")[0]
     assert load("", "run.seed=9223372036854775807").config.run.seed == 2**63 - 1
 
