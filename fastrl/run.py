@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import shutil
 import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastrl.config.load import LoadedConfig, dump_config
 from fastrl.config.schema import Config
-from fastrl.dist.checkpoint import CheckpointManager, find_checkpoint, load_checkpoint, unreadable_checkpoints
+from fastrl.dist.checkpoint import CheckpointManager, find_checkpoint, load_checkpoint
 from fastrl.dist.collectives import on_rank_zero, rank, world_size
 from fastrl.dist.failure import Whereabouts, reporting
 from fastrl.dist.mesh import mesh_shape, place, process_group
@@ -27,13 +24,18 @@ from fastrl.rollout.records import RolloutWriter
 from fastrl.trainer.metrics import Metrics
 from fastrl.trainer.plan import describe
 from fastrl.trainer.precision import resolve_device
-from fastrl.trainer.run_folder import changed_keys, new_run_folder, resumed_run_folder, sole_user
+from fastrl.trainer.run_folder import (
+    changed_keys,
+    leaving_nothing,
+    new_run_folder,
+    resumed_run_folder,
+    sole_user,
+    unreadable_checkpoints,
+    writable,
+)
 
 if TYPE_CHECKING:
     from fastrl.trainer.loop import Parts, Trainer
-
-
-NOT_WRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
 
 
 def run_training(loaded: LoadedConfig, *, resume: str | None = None, dry_run: bool = False) -> Path | None:
@@ -166,32 +168,6 @@ def start_log(logger: RunLogger, loaded: LoadedConfig, *, resumed_newest: bool) 
             f"rollout.num_prompts_per_step = {config.rollout.num_prompts_per_step} is less than the "
             f"{world_size()} processes: some generate nothing and take part in the rest"
         )
-
-
-@contextmanager
-def leaving_nothing(folder: Path, *, fresh: bool) -> Iterator[None]:
-    """Removes the folder of a new run that was stopped, or ended with a deliberate error, before its first figures."""
-    try:
-        yield
-    except (FastRLError, KeyboardInterrupt):
-        empty = (folder / "metrics.jsonl").exists() and (folder / "metrics.jsonl").stat().st_size == 0
-        if fresh and rank() == 0 and empty:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
-
-
-@contextmanager
-def writable(folder: Path) -> Iterator[None]:
-    """Says what is in the way where the disk under the run folder is full or read-only."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in NOT_WRITABLE:
-            raise
-        raise TrainingError(
-            f"cannot write {error.filename or f'in {folder}'}: {error.strerror}. Checkpoints that are there are "
-            "intact; make room or set run.dir to another disk, then go on with --resume"
-        ) from error
 
 
 def train(

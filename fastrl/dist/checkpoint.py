@@ -380,15 +380,6 @@ def _offer(parent: Path, bad: Path) -> str:
     return f". The one saved before it is {others[-1].path}: resume from that one" if others else ""
 
 
-def unreadable_checkpoints(folder: str | Path) -> list[Path]:
-    """Step folders of a run, or of its `checkpoints/`, without a readable manifest: what "the newest" passes over."""
-    found = []
-    for place in (Path(folder), Path(folder) / "checkpoints"):
-        readable = {c.path for c in list_checkpoints(place)}
-        found += [path for path in _step_folders(place) if path not in readable]
-    return found
-
-
 def _step_folders(folder: Path) -> list[Path]:
     return sorted(p for p in folder.iterdir() if _NAME.fullmatch(p.name)) if folder.is_dir() else []
 

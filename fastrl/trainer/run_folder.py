@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,8 +14,11 @@ from typing import Any
 
 from fastrl.config.schema import Config
 from fastrl.config.yaml_source import read_document
+from fastrl.dist.checkpoint import list_checkpoints
 from fastrl.dist.collectives import on_rank_zero, rank
-from fastrl.errors import CheckpointError, ConfigError
+from fastrl.errors import CheckpointError, ConfigError, FastRLError, TrainingError
+
+NOT_WRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
 
 
 def new_run_folder(config: Config, files: tuple[str, ...]) -> Path:
@@ -89,6 +94,12 @@ def has_checkpoint(folder: Path) -> bool:
     return any((folder / "checkpoints").glob("step_*"))
 
 
+def unreadable_checkpoints(folder: Path) -> list[Path]:
+    """Checkpoints of a run folder without a readable manifest: what "the newest" passes over."""
+    readable = {checkpoint.path for checkpoint in list_checkpoints(folder / "checkpoints")}
+    return [path for path in sorted((folder / "checkpoints").glob("step_*")) if path not in readable]
+
+
 @contextmanager
 def sole_user(folder: Path) -> Iterator[None]:
     """Keeps a second run out of a folder for as long as this one writes in it; all ranks together are one."""
@@ -125,3 +136,29 @@ def changed_keys(file: Path, config: Config) -> list[str]:
             changed = [key for key, value in keys.items() if key in old and old[key] != value]
             changes += [f"{section}.{key} = {old[key]} -> {keys[key]}" for key in changed]
     return changes
+
+
+@contextmanager
+def leaving_nothing(folder: Path, *, fresh: bool) -> Iterator[None]:
+    """Removes the folder of a new run that was stopped, or ended with a deliberate error, before its first figures."""
+    try:
+        yield
+    except (FastRLError, KeyboardInterrupt):
+        empty = (folder / "metrics.jsonl").exists() and (folder / "metrics.jsonl").stat().st_size == 0
+        if fresh and rank() == 0 and empty:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+@contextmanager
+def writable(folder: Path) -> Iterator[None]:
+    """Says what is in the way where the disk under the run folder is full or read-only."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NOT_WRITABLE:
+            raise
+        raise TrainingError(
+            f"cannot write {error.filename or f'in {folder}'}: {error.strerror}. Checkpoints that are there are "
+            "intact; make room or set run.dir to another disk, then go on with --resume"
+        ) from error
