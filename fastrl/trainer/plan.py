@@ -62,7 +62,7 @@ def make_plan(config: Config) -> Plan:
         old_entropy="old_entropy" in needs or a.entropy_quantile is not None,
         sum_sq="sum_sq" in needs,
         reference=needs_reference(config),
-        ref_log_prob=any(coef > 0 and kind != "full" for coef, kind in kl_terms(config)),
+        ref_log_prob="ref_log_prob" in needs or any(coef > 0 and kind != "full" for coef, kind in kl_terms(config)),
         ref_kl=a.kl_reward_coef > 0 and a.kl_reward_kind == "full",
         critic=needs_critic(config),
         bootstrap=bootstrap,

@@ -211,7 +211,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(model, tmp_path):
 
 
 PHASES = {
-    "generate": ["rollout.max_response_tokens=100", "rollout.num_samples_per_prompt=4000"],
+    "generate": ["rollout.max_response_tokens=80", "rollout.num_samples_per_prompt=4000"],
     "reward": [*reward("slow"), "rollout.num_samples_per_prompt=64"],
     "update": ["algorithm.num_epochs_per_batch=2000"],
 }
