@@ -29,6 +29,10 @@ from bench.learning.recipes import train  # noqa: E402
 
 NAMES = ("ppo", "grpo", "rloo", "trl_grpo")
 PROMPTS, SAMPLES, TOKENS = 32, 8, 24  # of the GRPO recipe; PPO's 64 x 4 are as many samples a step
+TRL_NOTE = [
+    "TRL has the same start, prompts in the same order, reward, clipping, learning rate and number of samples as",
+    "fastrl's grpo.",
+]
 WINDOW = 5  # steps that a plotted point is the mean of
 
 
@@ -145,8 +149,8 @@ def page(runs: list[dict[str, Any]], steps: int) -> str:
         f"`python bench/learning/curves.py --steps {steps}`: {PROMPTS * SAMPLES} samples a step, one thread each; mean",
         "(and range) over seeds. The reward is of sampled training responses, last ten steps; held-out problems are",
         "answered greedily; CPU seconds are of the whole run, start and validation included (TRL's has no validation).",
-        "TRL has the same start, prompts in the same order, reward, clipping, learning rate and number of samples as",
-        "fastrl's grpo. Data: `data.jsonl` (with wall-clock seconds of the steps, on a busy machine).",
+        *(TRL_NOTE if any(run["name"] == "trl_grpo" for run in runs) else ["TRL has not been run here yet."]),
+        "Data: `data.jsonl` (with wall-clock seconds of the steps, on a busy machine).",
         "",
         "![curves](curves.png)",
         "",
