@@ -27,6 +27,7 @@ from fastrl.rollout.shared_folder import remove_shared
 
 REPORT_EVERY_S = 0.5  # how often a busy backend says how busy it is; also proves that it is not stuck
 WATCH_EVERY_S = 0.5
+ORPHANED_WITHIN_S = 1.0  # after the channel has ended
 
 
 class Receiver(Protocol):
@@ -79,9 +80,16 @@ class Watch:
         with contextlib.suppress(Exception):
             if self.receiver is not None:
                 self.receiver.abandon()
-            if self.rendezvous is not None and os.getppid() != self.parent:
+            if self.rendezvous is not None and self._orphaned():
                 remove_shared(self.rendezvous)
         os._exit(0)
+
+    def _orphaned(self) -> bool:
+        """Whether the trainer is gone; a killed one's socket ends a moment before the process does."""
+        end = time.monotonic() + ORPHANED_WITHIN_S
+        while os.getppid() == self.parent and time.monotonic() < end:
+            time.sleep(0.02)
+        return os.getppid() != self.parent
 
 
 class Server:
