@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import itertools
 import json
 import sys
 from collections.abc import Iterator, Mapping
@@ -125,8 +124,3 @@ def _hub_rows(name: str, split: str, options: Mapping[str, Any], key: str) -> It
         hint = f"arguments {arguments}; set data.{split}_options, e.g. {{name: main, split: train}}"
         raise DataError(f"{key} = 'hub:{name}': {type(error).__name__}: {error} ({hint})") from error
     return (dict(row) for row in dataset)
-
-
-def column_names(rows: list[Row]) -> list[str]:
-    """The names of all columns that occur in the rows, in order of first appearance."""
-    return list(dict.fromkeys(itertools.chain.from_iterable(rows)))

@@ -43,6 +43,13 @@ def merged_entries(model: nn.Module) -> Iterator[Entry]:
             yield Entry(plain_name(name), tensor)
 
 
+def merged_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(name, whole tensor) of `merged_entries`, one at a time; of a sharded model every rank takes part."""
+    for entry in merged_entries(model):
+        whole = wait(gather(entry.tensor, None))
+        yield entry.name, whole if entry.finish is None else entry.finish(whole)
+
+
 def adapter_entries(model: nn.Module) -> Iterator[Entry]:
     """The matrices of the one active adapter, as PEFT saves them: `...q_proj.lora_A.weight`."""
     for owner, module in model.named_modules():

@@ -97,27 +97,6 @@ def load_trained_state(model: nn.Module, state: dict[str, Tensor]) -> None:
 
 
 @torch.no_grad()
-def merged_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of the model with its adapters added in, under the names it had without: W + scale B A.
-
-    One at a time, so that handing them to an engine never needs a second model. Sharded tensors are gathered here.
-    """
-    modules = dict(model.named_modules())
-    for name, tensor in model.state_dict().items():
-        if is_adapter(name):
-            continue
-        owner, _, last = name.rpartition(".")
-        whole = _whole(tensor)
-        if not owner.endswith(".base_layer"):
-            yield name, whole
-            continue
-        adapted: Any = modules[owner.removesuffix(".base_layer")]
-        if last == "weight":
-            b, a = _whole(adapted.lora_B[_ADAPTER].weight), _whole(adapted.lora_A[_ADAPTER].weight)
-            whole = whole + adapted.scaling[_ADAPTER] * (b @ a)
-        yield f"{owner.removesuffix('.base_layer')}.{last}", whole
-
-
 def save_adapter(model: Any, folder: str | Path, base: str, dtype: torch.dtype | None = None) -> None:
     """Write the adapters alone, as a folder that peft loads on top of the model at `base`."""
     folder = Path(folder)
@@ -131,7 +110,3 @@ def save_adapter(model: Any, folder: str | Path, base: str, dtype: torch.dtype |
     plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
     text = json.dumps(plain, indent=2, sort_keys=True, default=str)
     (folder / "adapter_config.json").write_text(text + "\n", encoding="utf-8")
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

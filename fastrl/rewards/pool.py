@@ -24,7 +24,6 @@ from fastrl.rewards.shaping import overlong_penalty as overlong_penalty_of
 from fastrl.rewards.signatures import Signature
 
 NAMES = ("math", "exact", "regex", "reasoning_gym")
-NEEDS_ANSWER = ("math", "exact")
 INLINE_STEPS = 1e6  # backtracking steps (about 10 ms) that a pattern may take outside a killable process
 MAX_ERRORS = 5
 

@@ -6,12 +6,14 @@ buffer of the new tokens' queries, keys and values, which is what the fast forwa
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
 
-class RowsLayout:
+class RowsLayout(ABC):
     """Turns the call of a Hugging Face attention layer into `attend_rows`."""
 
     def attend(
@@ -35,6 +37,7 @@ class RowsLayout:
         out = self.attend_rows(layer, qkv, query.shape[1], scaling, sliding_window, softcap, sinks)
         return out.unflatten(-1, (query.shape[1], -1))[None, ..., :width]
 
+    @abstractmethod
     def attend_rows(
         self,
         layer: int,
@@ -46,7 +49,6 @@ class RowsLayout:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """qkv [M, Hq + 2 Hkv, D], the new tokens' queries, keys and values -> [M, Hq D]; keys and values are kept."""
-        raise NotImplementedError
 
 
 def autocast(qkv: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ class NativeEngine:
         self._abort = threading.Event()
         self._asleep = False
         self._closed = False
-        self.last_call = CallStatistics()  # of the generate before: how long responses are at this stage of training
+        self.last_call = CallStatistics()  # what the generate before cost
 
     def _choose_runner(self, fast_path: bool | None) -> str | None:
         """Take the fast forward pass if it is wanted and right; otherwise the reason why not."""

@@ -10,9 +10,10 @@ from transformers.utils.logging import disable_progress_bar
 
 from fastrl.config.load import load_config
 from fastrl.dist.checkpoint import find_checkpoint, load_checkpoint
+from fastrl.dist.weight_lora import merged_state
 from fastrl.errors import CheckpointError, ConfigError
 from fastrl.models.load import load_model, load_tokenizer
-from fastrl.models.lora import add_lora, load_trained_state, merged_tensors, save_adapter, trained_state
+from fastrl.models.lora import add_lora, load_trained_state, save_adapter, trained_state
 from fastrl.trainer.precision import master_dtype
 
 
@@ -60,7 +61,7 @@ def export_run(run: str | Path, folder: str | Path, *, dtype: str | None = None,
         tokenizer.save_pretrained(folder)
         return Path(folder)
     if m.lora_rank:
-        model.load_state_dict(dict(merged_tensors(trained)))
+        model.load_state_dict(dict(merged_state(trained)))
     if dtype is not None:
         model = model.to(dtype=getattr(torch, dtype))  # type: ignore[call-arg]
     model.save_pretrained(folder)

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fastrl.config.schema import Config
-from fastrl.dist.collectives import world_size
 
 GIB = 1 << 30
 MARGIN_GIB = 2.0  # CUDA contexts of two processes, graphs, and what allocators keep between sizes
@@ -103,14 +103,14 @@ def budget(
         bucket_gib: size of each of two staging buckets.
     """
     numbers = sum(p.numel() for p in model.parameters())  # of whole tensors, also where they are sharded
+    held = sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in model.parameters())
     largest = max((sum(p.numel() for p in layer.parameters()) for layer in layers(model)), default=0)
     itemsize = 4 if config.run.dtype == "float32" else 2
-    ranks = world_size()
     return MemoryBudget(
-        parameters=4 * numbers / ranks / GIB,
-        gradients=4 * numbers / ranks / GIB,
-        optimizer=8 * numbers / ranks / GIB,
-        layer=(4 + itemsize) * largest / GIB if ranks > 1 else 0.0,
+        parameters=4 * held / GIB,
+        gradients=4 * held / GIB,
+        optimizer=8 * held / GIB,
+        layer=(4 + itemsize) * largest / GIB if held < numbers else 0.0,
         buckets=2 * bucket_gib,
         engine_weights=itemsize * numbers / config.rollout.tensor_parallel_size / GIB,
         kv=None if kv_bytes is None else kv_bytes / GIB,

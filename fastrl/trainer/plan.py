@@ -42,11 +42,6 @@ class Plan:
     roles: frozenset[Role]
     reasons: dict[str, str] = field(default_factory=dict)
 
-    @property
-    def on_policy(self) -> bool:
-        """True when every update's ratio is exactly 1 (one update on a fresh batch, no pass before it)."""
-        return not self.old_log_prob
-
 
 def make_plan(config: Config) -> Plan:
     """The plan of a validated configuration."""

@@ -10,9 +10,10 @@ from transformers import AutoModelForCausalLM
 
 from fastrl.config.load import load_config
 from fastrl.dist.checkpoint import load_checkpoint
+from fastrl.dist.weight_lora import merged_state
 from fastrl.errors import ConfigError, ModelError
 from fastrl.models.load import load_model
-from fastrl.models.lora import adapters_off, add_lora, is_adapter, merged_tensors
+from fastrl.models.lora import adapters_off, add_lora, is_adapter
 from fastrl.run import run_training
 from fastrl.trainer.export import export_run
 
@@ -45,7 +46,7 @@ def test_an_adapter_by_hand(folder):
             a = layer.self_attn.q_proj.lora_A["default"].weight
             plain.model.layers[i].self_attn.q_proj.weight.add_(3.0 * b @ a)
         assert torch.allclose(logits(plain), plain_logits(model), atol=1e-6)
-        merged = dict(merged_tensors(model))
+        merged = dict(merged_state(model))
         assert merged.keys() == plain.state_dict().keys()
         assert all(torch.allclose(merged[k], v, atol=1e-14) for k, v in plain.state_dict().items())
         start = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)

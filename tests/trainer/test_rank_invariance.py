@@ -140,3 +140,28 @@ def test_gradients_of_every_loss_and_mode(tmp_path, replicate):
     """Three groups for four ranks: one has nothing and takes part."""
     cases = [(name, mode, c) for name in list_policy_losses() for mode in allowed_modes(name) for c in (False, True)]
     gradients_agree(cases, tmp_path, 4, replicate)
+
+
+def test_the_memory_budget_counts_what_a_rank_holds(model):
+    """Sharded over two ranks: half each, and a gathered layer; whole on two ranks: all of it on each."""
+    body = f"""
+from torch.distributed.fsdp import fully_shard
+from fastrl.config.load import load_config
+from fastrl.models.load import load_model
+from fastrl.trainer.memory_budget import GIB, budget
+config = load_config([], ["model.path={model}", "data.train=task:arithmetic", "optim.total_steps=1"]).config
+def sizes():
+    found = budget(config, model, kv_bytes=None, sleep_level=0)
+    return [found.parameters * GIB, found.optimizer * GIB, found.layer > 0, found.engine_weights * GIB]
+model = load_model("{model}")
+numbers = sum(p.numel() for p in model.parameters())
+whole = sizes()
+for layer in model.model.layers:
+    fully_shard(layer)
+fully_shard(model)
+return [numbers, whole, sizes()]
+"""
+    (numbers, whole, first), (_, _, second) = launch_body(body, 2)
+    assert whole == [4 * numbers, 8 * numbers, False, 4 * numbers]
+    assert first[0] + second[0] == 4 * numbers and first[1] + second[1] == 8 * numbers
+    assert first[2] and first[3] == 4 * numbers and first[0] < 4 * numbers
