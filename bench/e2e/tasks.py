@@ -43,3 +43,32 @@ def last_integer_matches(text: str, answer: str) -> float:
 def even_sum(response_ids) -> float:
     """1 when the response's token ids add up to an even number: varies inside a group, needs no decoding."""
     return float(sum(response_ids) % 2 == 0)
+
+
+def trl_arguments(settings: dict) -> dict:
+    """What every run of TRL's GRPOTrainer beside ours is told: float32, no KL, plain sampling, no files."""
+    return dict(  # noqa: C408
+        output_dir=settings["folder"],
+        per_device_train_batch_size=settings["prompts"] * settings["samples"],
+        num_generations=settings["samples"],
+        max_steps=settings["steps"],
+        max_completion_length=settings["tokens"],
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        beta=0.0,
+        learning_rate=settings["lr"],
+        max_grad_norm=1.0,
+        weight_decay=0.0,
+        gradient_checkpointing=False,
+        bf16=False,
+        fp16=False,
+        use_cpu=True,
+        shuffle_dataset=False,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        seed=settings["seed"],
+        remove_unused_columns=False,
+    )

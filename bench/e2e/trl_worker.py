@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
 from datasets import Dataset
-from tasks import even_sum, last_integer_matches
+from tasks import even_sum, last_integer_matches, trl_arguments
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -83,33 +83,11 @@ def main(settings: dict) -> None:
         for r in settings["rows"]
     ]
     config = GRPOConfig(
-        output_dir=settings["folder"],
-        per_device_train_batch_size=settings["prompts"] * settings["samples"],
-        num_generations=settings["samples"],
+        **trl_arguments(settings),
         gradient_accumulation_steps=1,
         num_iterations=1,
-        max_steps=settings["steps"],
-        max_completion_length=settings["tokens"],
-        temperature=1.0,
-        top_p=1.0,
-        top_k=0,
-        beta=0.0,
-        learning_rate=settings["lr"],
         lr_scheduler_type="constant",
         warmup_steps=0,
-        max_grad_norm=1.0,
-        weight_decay=0.0,
-        gradient_checkpointing=False,
-        bf16=False,
-        fp16=False,
-        use_cpu=True,
-        shuffle_dataset=False,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        seed=settings["seed"],
-        remove_unused_columns=False,
         generation_kwargs=settings.get("generation_kwargs") or None,
     )
     recorded = settings.get("recorded")

@@ -17,7 +17,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from bench.e2e.tasks import last_integer_matches
+from bench.e2e.tasks import last_integer_matches, trl_arguments
 
 
 def score(completions, answer, **_):
@@ -59,31 +59,9 @@ def main(settings: dict) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(settings["seed"])
     config = GRPOConfig(
-        output_dir=settings["folder"],
-        per_device_train_batch_size=settings["prompts"] * settings["samples"],
-        num_generations=settings["samples"],
-        max_steps=settings["steps"],
-        max_completion_length=settings["tokens"],
-        temperature=1.0,
-        top_p=1.0,
-        top_k=0,
-        beta=0.0,
-        learning_rate=settings["lr"],
+        **trl_arguments(settings),
         lr_scheduler_type="constant_with_warmup",
         warmup_steps=settings["warmup"],
-        max_grad_norm=1.0,
-        weight_decay=0.0,
-        gradient_checkpointing=False,
-        bf16=False,
-        fp16=False,
-        use_cpu=True,
-        shuffle_dataset=False,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        seed=settings["seed"],
-        remove_unused_columns=False,
     )
     curve = Curve()
     trainer = Prompted(
