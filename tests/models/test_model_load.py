@@ -19,6 +19,7 @@ from fastrl.models import hub
 from fastrl.models.forward import hidden_rows, trunk_rows
 from fastrl.models.head import head_of, logits_of, trunk
 from fastrl.models.load import disable_dropout, load_critic, load_model, load_tokenizer, prepare_model, stop_token_ids
+from fastrl.models.stream import parameters_on_meta
 
 
 @pytest.fixture(scope="module")
@@ -186,3 +187,10 @@ def test_without_network_the_hub_is_not_asked_again_and_again(monkeypatch):
     finally:
         hub.hub_reachable.cache_clear()
     assert len(asked) <= 2  # transformers asks once more for a list of templates; six times per file without the check
+
+
+def test_parameters_that_are_tied_on_meta_stay_one():
+    with parameters_on_meta():
+        embedding, head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+        head.weight = embedding.weight
+    assert embedding.weight.is_meta and head.weight is embedding.weight
