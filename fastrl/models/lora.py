@@ -49,7 +49,8 @@ def add_lora(
         raise ModelError(f"model.lora_targets: no linear layer is called {', '.join(wrong)}; there are {sorted(names)}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=chosen, lora_dropout=0.0, task_type="CAUSAL_LM")
+        options: dict[str, Any] = {"r": rank, "lora_alpha": alpha, "lora_dropout": 0.0, "task_type": "CAUSAL_LM"}
+        config = LoraConfig(target_modules=chosen, **options)
         training = model.training
         model.add_adapter(config, adapter_name=_ADAPTER)
         model.train(training)
