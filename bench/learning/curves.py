@@ -1,10 +1,12 @@
-"""Learning curves on the embedded task over several seeds, with TRL on the same prompts for as many samples.
+"""Learning curves over several seeds, with TRL on the same prompts for as many samples.
 
-    python bench/learning/curves.py [--trl-python PATH] [--seeds 3] [--steps 60] [--out docs/runs/learning] [NAME ...]
+    python bench/learning/curves.py [--task embedded] [--trl-python PATH] [--seeds 3] [--steps 60] [NAME ...]
+    python bench/learning/curves.py --task chain_sum --model DIR --steps 20 ...
 
-NAME is a recipe of configs/ or `trl_grpo`. Each run is a process of its own with one thread; its curve is appended to
-OUT/data.jsonl as soon as it ends, and runs that are there already are not made again. Then OUT/curves.png (mean and
-range over the seeds, reward against samples and against CPU seconds) and OUT/README.md are drawn.
+NAME is one of the task's runs (`curve_tasks.py`) or `trl_grpo`. Each run is a process of its own with one thread; its
+curve is appended to OUT/data.jsonl as soon as it ends, and runs that are there already are not made again. Then
+OUT/curves.png (mean and range over the seeds, reward against samples and against CPU seconds) and OUT/README.md are
+drawn.
 """
 
 from __future__ import annotations
@@ -25,10 +27,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from bench.harness.machine import commit, versions  # noqa: E402
+from bench.learning.curve_tasks import TASKS, CurveTask  # noqa: E402
 from bench.learning.recipes import train  # noqa: E402
 
-NAMES = ("ppo", "grpo", "rloo", "trl_grpo")
-PROMPTS, SAMPLES, TOKENS = 32, 8, 24  # of the GRPO recipe; PPO's 64 x 4 are as many samples a step
 TRL_NOTE = [
     "TRL has the same start, prompts in the same order, reward, clipping, learning rate and number of samples as",
     "fastrl's grpo.",
@@ -36,45 +37,38 @@ TRL_NOTE = [
 WINDOW = 5  # steps that a plotted point is the mean of
 
 
-def ours(name: str, seed: int, steps: int) -> dict[str, Any]:
-    """A recipe's run."""
+def ours(task: CurveTask, model: str | None, name: str, seed: int, steps: int) -> dict[str, Any]:
+    """One of the task's runs."""
+    recipe, changes = task.runs[name]
+    changes += (f"model.path={model}",) if model else ()
     with tempfile.TemporaryDirectory() as folder:
-        summary = train(name, steps, seed, folder)
+        summary = train(name, steps, seed, folder, recipe=recipe, changes=changes)
         lines = (Path(folder) / name / "metrics.jsonl").read_text().splitlines()
     rows = [row for row in map(json.loads, lines) if "reward/mean" in row]
     return {
-        "samples": [PROMPTS * SAMPLES * (i + 1) for i in range(len(rows))],
+        "samples": [task.prompts * task.samples * (i + 1) for i in range(len(rows))],
         "seconds": [round(s, 3) for s in itertools.accumulate(row["time/step_s"] for row in rows)],
         "reward": [row["reward/mean"] for row in rows],
         "held_out": [summary["before"], summary["after"]],
     }
 
 
-def problems(seed: int, steps: int) -> list[dict[str, Any]]:
-    """The prompts that the GRPO recipe sees under this seed, in its order."""
-    from fastrl.data.prompts import PromptCursor, load_prompts
-    from fastrl.models.load import load_tokenizer
-
-    prompts = load_prompts("task:arithmetic", load_tokenizer("builtin:tiny"))
-    cursor = PromptCursor(prompts, seed=seed, shuffle=True)
-    taken = [p for _ in range(steps) for p in cursor.take_within_epoch(PROMPTS)]
-    return [{"prompt": f"problem {i}", "ids": list(p.token_ids), "answer": str(p.answer)} for i, p in enumerate(taken)]
-
-
-def trl(python: str, seed: int, steps: int) -> dict[str, Any]:
-    """TRL's GRPOTrainer with the GRPO recipe's settings."""
+def trl(task: CurveTask, model: str | None, python: str, seed: int, steps: int) -> dict[str, Any]:
+    """TRL's GRPOTrainer with the GRPO run's settings."""
+    path = model or task.model
     settings = {
-        "model": str(ROOT / "fastrl/assets/tiny"), "rows": problems(seed, steps), "prompts": PROMPTS,
-        "samples": SAMPLES, "tokens": TOKENS, "lr": 1e-4, "warmup": 5, "steps": steps, "seed": seed,
+        "model": path or str(ROOT / "fastrl/assets/tiny"), "rows": task.problems(path or "builtin:tiny", seed, steps),
+        "prompts": task.prompts, "samples": task.samples, "tokens": task.tokens,
+        "lr": task.lr, "warmup": task.warmup, "steps": steps, "seed": seed,
     }  # fmt: skip
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "settings.json"
-        path.write_text(json.dumps(settings | {"folder": folder}))
-        command = [python, str(Path(__file__).with_name("trl_curve.py")), str(path)]
+        file = Path(folder) / "settings.json"
+        file.write_text(json.dumps(settings | {"folder": folder}))
+        command = [python, str(Path(__file__).with_name("trl_curve.py")), str(file)]
         subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
         found = json.loads((Path(folder) / "curve.json").read_text())
-    return found | {"samples": [PROMPTS * SAMPLES * (i + 1) for i in range(len(found["reward"]))]}
+    return found | {"samples": [task.prompts * task.samples * (i + 1) for i in range(len(found["reward"]))]}
 
 
 def cpu_seconds() -> float:
@@ -137,16 +131,16 @@ def label(name: str) -> str:
     return "TRL GRPO" if name == "trl_grpo" else f"fastrl {name}"
 
 
-def page(runs: list[dict[str, Any]], steps: int) -> str:
+def page(task: CurveTask, runs: list[dict[str, Any]], command: str) -> str:
     """The table: mean and range over seeds."""
 
     def spread(values: list[float], digits: int = 3) -> str:
         return f"{statistics.fmean(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
     lines = [
-        "# Learning curves on the embedded task",
+        f"# Learning curves on {task.title}",
         "",
-        f"`python bench/learning/curves.py --steps {steps}`: {PROMPTS * SAMPLES} samples a step, one thread each; mean",
+        f"`{command}`: {task.prompts * task.samples} samples a step, one thread each; mean",
         "(and range) over seeds. The reward is of sampled training responses, last ten steps; held-out problems are",
         "answered greedily; CPU seconds are of the whole run, start and validation included (TRL's has no validation).",
         *(TRL_NOTE if any(run["name"] == "trl_grpo" for run in runs) else ["TRL has not been run here yet."]),
@@ -170,29 +164,37 @@ def main() -> None:
     """Make the missing runs, then draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--task", choices=TASKS, default="embedded")
+    parser.add_argument("--model", help="folder with the task's model, where the hub is out of reach")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--trl-python", default=os.environ.get("FASTRL_BENCH_TRL_PYTHON"))
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "runs" / "learning")
+    parser.add_argument("--out", type=Path, help="where data, picture and page go; docs/runs/... unless given")
     options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
-    data = options.out / "data.jsonl"
-    for seed, name in itertools.product(range(options.seeds), options.names or NAMES):
+    task: CurveTask = TASKS[options.task]
+    out = options.out or ROOT / "docs" / "runs" / task.folder
+    out.mkdir(parents=True, exist_ok=True)
+    data = out / "data.jsonl"
+    for seed, name in itertools.product(range(options.seeds), options.names or (*task.runs, "trl_grpo")):
         if any((run["name"], run["seed"]) == (name, seed) for run in load(data)):
             continue
         if name == "trl_grpo" and not options.trl_python:
             print("trl_grpo: no interpreter with TRL (--trl-python PATH)")
             continue
         before = cpu_seconds()
-        curve = trl(options.trl_python, seed, options.steps) if name == "trl_grpo" else ours(name, seed, options.steps)
+        if name == "trl_grpo":
+            curve = trl(task, options.model, options.trl_python, seed, options.steps)
+        else:
+            curve = ours(task, options.model, name, seed, options.steps)
         curve["cpu_s"] = round(cpu_seconds() - before, 1)
         context = {"name": name, "seed": seed, "steps": options.steps, "commit": commit(), "versions": versions()}
         with data.open("a") as file:
             file.write(json.dumps(context | curve) + "\n")
         print(f"{name} seed {seed}: reward {curve['reward'][-1]:.3f} in {curve['seconds'][-1]:.0f} s", flush=True)
     runs = load(data)
-    draw(runs, options.out / "curves.png")
-    (options.out / "README.md").write_text(page(runs, options.steps))
+    command = f"python bench/learning/curves.py --task {options.task} --steps {options.steps} --seeds {options.seeds}"
+    draw(runs, out / "curves.png")
+    (out / "README.md").write_text(page(task, runs, command))
 
 
 if __name__ == "__main__":

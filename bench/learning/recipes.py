@@ -25,15 +25,24 @@ NAMES = (
 )  # fmt: skip
 
 
-def train(name: str, steps: int, seed: int, folder: str) -> dict[str, float]:
-    """One run; returns the figures of its row."""
+def train(
+    name: str, steps: int, seed: int, folder: str, *, recipe: str | None = None, changes: tuple[str, ...] = ()
+) -> dict[str, float]:
+    """One run; returns the figures of its row. `recipe` is a file of configs/, else `name` is; `changes` are keys."""
     overrides = [
         f"optim.total_steps={steps}", f"run.seed={seed}", f"run.dir={folder}", f"run.name={name}",
         "run.validation_every_steps=0", "run.checkpoint_every_steps=0", "logging.rollouts_every_steps=0",
-        "logging.console=quiet", "run.num_threads=1",
+        "logging.console=quiet", "run.num_threads=1", *changes,
     ]  # fmt: skip
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-    command = [sys.executable, "-m", "fastrl", "train", str(REPOSITORY / "configs" / f"{name}.yaml"), *overrides]
+    command = [
+        sys.executable,
+        "-m",
+        "fastrl",
+        "train",
+        str(REPOSITORY / "configs" / f"{recipe or name}.yaml"),
+        *overrides,
+    ]
     started = time.perf_counter()
     subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
     lines = (Path(folder) / name / "metrics.jsonl").read_text().splitlines()
