@@ -72,7 +72,7 @@ def number_of_processes(config: Config) -> int:
 
 def start_ranks(loaded: LoadedConfig, resume: str | None, number: int) -> Path:
     """Start this run as `number` ranks, wait for them, and return its folder."""
-    from fastrl.dist.launch import launch
+    from fastrl.dist.launch import SHOW_STACK, launch
 
     config = loaded.config
     mesh_shape(number, config.parallel.replicate, config.parallel.shard)
@@ -86,7 +86,7 @@ def start_ranks(loaded: LoadedConfig, resume: str | None, number: int) -> Path:
     with tempfile.TemporaryDirectory(prefix="fastrl-") as folder:
         spec = Path(folder) / "run.json"
         spec.write_text(json.dumps(given), encoding="utf-8")
-        command = [sys.executable, "-c", BOOT, str(spec)]
+        command = [sys.executable, "-c", SHOW_STACK + BOOT, str(spec)]
         store = launch(command, number, timeout_s=config.parallel.timeout_s)
     return Path(store.get(FOLDER_KEY).decode())
 

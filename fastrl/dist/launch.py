@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import cast
 
 import torch.distributed as dist
@@ -27,13 +28,22 @@ from fastrl.errors import FastRLError, ProcessError, Terminated
 _HOST = "127.0.0.1"
 _POLL_S = 0.05
 _GRACE_S = 10.0  # for the other ranks to end by themselves once one has failed
+_STACK_S = 2.0  # for a rank that is still running to write where it is
+_STACK_LINES = 60
+STACK_FILE = "FASTRL_STACK_FILE"
+# Python for the start of a rank, before anything is imported: SIGUSR1 makes it write the stacks of its threads.
+SHOW_STACK = (
+    "import faulthandler, os, signal; "
+    f"faulthandler.register(signal.SIGUSR1, open(os.environ['{STACK_FILE}'], 'w')); "
+)
 
 
 def launch(command: Sequence[str], num_processes: int, *, timeout_s: float) -> dist.Store:
     """Run `command` as ranks 0 .. num_processes - 1 of this machine until all have ended well.
 
     Args:
-        command: program and arguments; each rank reads its number from the environment (`fastrl.dist.mesh.place`).
+        command: program and arguments; each rank reads its number from the environment (`fastrl.dist.mesh.place`), and
+            one that begins with `SHOW_STACK` can be asked where it hangs.
         num_processes: ranks to start.
         timeout_s: how long the ranks may take to stop after SIGTERM, in seconds.
 
@@ -48,6 +58,9 @@ def launch(command: Sequence[str], num_processes: int, *, timeout_s: float) -> d
     store = dist.PrefixStore("fastrl/0", server)  # as `fastrl.dist.mesh.meet` names it for a first attempt
     envs = {rank: _environment(rank, num_processes, server.port) for rank in range(num_processes)}
     with tempfile.TemporaryDirectory(prefix="fastrl-") as folder, _signals_kept():
+        stacks = {rank: Path(folder) / f"rank_{rank}.stack" for rank in envs}
+        for rank, path in stacks.items():
+            envs[rank][STACK_FILE] = str(path)
         context = cast(
             SubprocessContext,
             start_processes(
@@ -58,7 +71,7 @@ def launch(command: Sequence[str], num_processes: int, *, timeout_s: float) -> d
                 logs_specs=DefaultLogsSpecs(log_dir=folder),
             ),
         )
-        watch = _Watch(context, store, num_processes, timeout_s)
+        watch = _Watch(context, store, stacks, timeout_s)
         try:
             watch.run()
         finally:
@@ -108,8 +121,11 @@ _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 class _Watch:
     """Waits for ranks and passes signals on to them."""
 
-    def __init__(self, context: SubprocessContext, store: dist.Store, size: int, timeout_s: float) -> None:
-        self.context, self.store, self.size, self.timeout_s = context, store, size, timeout_s
+    def __init__(
+        self, context: SubprocessContext, store: dist.Store, stacks: dict[int, Path], timeout_s: float
+    ) -> None:
+        self.context, self.store, self.stacks, self.timeout_s = context, store, stacks, timeout_s
+        self.size = len(stacks)
         self.asked: signal.Signals | None = None
         self.deadline = float("inf")
         if threading.current_thread() is threading.main_thread():
@@ -167,9 +183,24 @@ class _Watch:
         return ProcessError(failure.text() + self._absent(known))
 
     def _absent(self, known: set[int]) -> str:
-        """The ranks that said nothing and were still running when the others gave up."""
+        """The ranks that said nothing and were still running when the others gave up, with their stacks."""
         missing = [rank for rank in range(self.size) if rank not in known]
-        return "".join(f"\nrank {rank} did not take part: it was in {self._stood(rank)}" for rank in missing)
+        return "".join(
+            f"\nrank {rank} did not take part: it was in {self._stood(rank)}{self._stack(rank)}" for rank in missing
+        )
+
+    def _stack(self, rank: int) -> str:
+        """Where a rank that still runs is in its Python code; "" where it cannot say so."""
+        if self.code(rank) is not None or not self.stacks[rank].exists():
+            return ""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.context.pids()[rank], signal.SIGUSR1)
+        size, end = -1, time.monotonic() + _STACK_S
+        while time.monotonic() < end and (size <= 0 or self.stacks[rank].stat().st_size > size):
+            size = self.stacks[rank].stat().st_size
+            time.sleep(2 * _POLL_S)
+        lines = self.stacks[rank].read_text(encoding="utf-8", errors="replace").splitlines()[:_STACK_LINES]
+        return "".join(f"\n    {line}" for line in lines)
 
     def _ended(self, rank: int, code: int) -> str:
         """How a rank ended that could say nothing any more."""

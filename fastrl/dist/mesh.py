@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fastrl.dist.collectives import world_size
+from fastrl.dist.failure import Whereabouts
 from fastrl.errors import ConfigError, ProcessError
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -120,10 +121,13 @@ def meet(here: Place, timeout_s: float) -> dist.Store:
             store.wait([key.format(rank)], limit)
     except (dist.DistStoreError, RuntimeError) as error:
         missing = [rank for rank in range(here.size) if not store.check([key.format(rank)])]
-        raise ProcessError(
+        lost = ProcessError(
             f"rank {', '.join(map(str, missing))} of {here.size} did not join at {address} within {timeout_s:g} s "
             "(parallel.timeout_s): look at the output of its machine, and whether it reaches this address"
-        ) from error
+        )
+        lost.__cause__ = error  # by which the launcher sees that the fault is another rank's
+        Whereabouts(store, here.rank, here.size).report(lost)
+        raise lost
     return store
 
 

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fastrl.dist.launch import launch
+from fastrl.dist.launch import SHOW_STACK, launch
 
 TESTS = Path(__file__).resolve().parents[1]
 _BOOT = """
@@ -21,6 +21,7 @@ from fastrl.dist.failure import Whereabouts, reporting
 from fastrl.dist.launch import die_with_launcher
 from fastrl.dist.mesh import process_group
 die_with_launcher()
+{before}
 torch.set_num_threads(1)
 with process_group(torch.device("cpu"), {timeout_s}) as store:
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -31,10 +32,13 @@ with process_group(torch.device("cpu"), {timeout_s}) as store:
 """
 
 
-def launch_body(body: str, size: int, *, timeout_s: float = 60.0) -> list[Any]:
-    """Runs `body` (source of a function of rank and size that ends in a return; JSON-able) and gives all results."""
+def launch_body(body: str, size: int, *, timeout_s: float = 60.0, before: str = "") -> list[Any]:
+    """Runs `body` (source of a function of rank and size that ends in a return; JSON-able) and gives all results.
+
+    `before` is run by each rank before it joins the others.
+    """
     source = "def body(rank, size):\n" + "\n".join("    " + line for line in body.splitlines())
     paths = [str(TESTS.parent), *(str(TESTS / room) for room in ("models", "dist", "trainer"))]
-    code = _BOOT.format(paths=paths, timeout_s=timeout_s, source=source)
+    code = SHOW_STACK + _BOOT.format(paths=paths, timeout_s=timeout_s, source=source, before=before)
     store = launch([sys.executable, "-c", code], size, timeout_s=timeout_s)
     return [json.loads(store.get(f"result/{rank}")) for rank in range(size)]

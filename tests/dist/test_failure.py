@@ -64,7 +64,7 @@ def children_of(pid):
 EXPECTED = {
     "raises": ["ValueError: broken on purpose", "rank 1 failed in phase update_actor of step 2", "Traceback"],
     "dies": ["rank 1 was ended by signal SIGKILL", "in phase update_actor of step 2"],
-    "hangs": ["rank 1 did not take part: it was in phase update_actor of step 2"],
+    "hangs": ["rank 1 did not take part: it was in phase update_actor of step 2", "in hangs"],
     "out_of_memory": [
         "out of memory in update_actor, step 2: CUDA out of memory. Tried to allocate 20.00 GiB.",
         "Set run.max_tokens_per_microbatch=",

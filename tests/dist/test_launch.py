@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from tiny_folder import short_run, write_tiny_folder
 
 from fastrl.config.load import load_config
 from fastrl.dist.mesh import mesh_shape
-from fastrl.errors import ConfigError, DataError
+from fastrl.errors import ConfigError, DataError, ProcessError
 from fastrl.run import run_training
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -104,6 +105,21 @@ def test_a_rank_that_never_joins_is_named():
     result = rank_process(port)
     assert result.returncode != 0
     assert f"rank 1 of 2 did not join at 127.0.0.1:{port} within 2 s (parallel.timeout_s)" in result.stderr
+
+
+def test_a_rank_that_never_joins_is_shown():
+    before = """
+import os, time
+def lost_on_the_way():
+    time.sleep(100)
+if os.environ["RANK"] == "1":
+    lost_on_the_way()
+"""
+    with pytest.raises(ProcessError) as caught:
+        launch_body("return 0", 2, timeout_s=3.0, before=before)
+    said = str(caught.value)
+    assert "rank 1 of 2 did not join" in said
+    assert re.search(r"rank 1 did not take part: it was in phase starting\n.*in lost_on_the_way", said, re.DOTALL), said
 
 
 def test_a_port_in_use_is_named():
