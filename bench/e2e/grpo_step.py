@@ -1,9 +1,11 @@
 """A whole GRPO step of a small chat model, fastrl against TRL's GRPOTrainer: same model, prompts, sampling, rate.
 
     python bench/e2e/grpo_step.py --model DIR [--trl-python PATH] [--case sums|long] [--steps 5] [--out FILE]
+    PYTHON_WITH_VLLM bench/e2e/grpo_step.py --engine vllm --trl-python PYTHON_WITH_TRL_AND_VLLM --model DIR ...
 
-Both trainers run in processes of their own, one thread each, one step in turn. Without an interpreter that has TRL only
-ours is timed, and the result says so.
+`--engine vllm` generates with vLLM on both sides: in a child process here, colocated in TRL. Both trainers run in
+processes of their own, one thread each, one step in turn. Where TRL is absent or ends at its first step only ours is
+timed, and the result says so.
 """
 
 from __future__ import annotations
@@ -26,13 +28,17 @@ from tasks import FILLER, order, sums
 HERE = Path(__file__).resolve().parent
 
 
+class WorkerEnded(Exception):
+    """A trainer's process is gone."""
+
+
 class Worker:
     """One trainer in a process of its own."""
 
     def __init__(self, python: str, script: str, settings: dict) -> None:
         env = os.environ | {
             "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
-            "PYTHONPATH": str(HERE.parents[1]),
+            "PYTHONPATH": str(HERE.parents[1]), "VLLM_CPU_KVCACHE_SPACE": "1",
         }  # fmt: skip
         command = [python, str(HERE / script), json.dumps(settings)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
@@ -42,7 +48,7 @@ class Worker:
         """The next line the worker writes."""
         line = self.process.stdout.readline()
         if not line:
-            raise SystemExit(f"a worker ended early with code {self.process.wait()}")
+            raise WorkerEnded(f"a worker ended early with code {self.process.wait()}; its reason is above")
         return json.loads(line)
 
     def step(self) -> dict:
@@ -75,7 +81,8 @@ def settings_of(args: argparse.Namespace, folder: str) -> dict:
         "seed": args.seed,
         "ignore_eos": long,
         "generation_kwargs": {"min_new_tokens": 48} if long else None,
-        "overrides": ["algorithm.correction=none"] if args.no_correction else [],
+        "engine": args.engine,
+        "overrides": [f"rollout.engine={args.engine}", *(["algorithm.correction=none"] if args.no_correction else [])],
     }
 
 
@@ -89,6 +96,28 @@ def summary(rows: list[dict]) -> dict:
 def trl_found(python: str | None) -> bool:
     """True when the interpreter can import TRL."""
     return python is not None and subprocess.run([python, "-c", "import trl"], capture_output=True).returncode == 0
+
+
+def alternate(workers: dict[str, Worker], steps: int, warmup: int) -> dict[str, list[dict]]:
+    """Steps of each worker in turn, without the first `warmup`. TRL may end at its first step: then it has no rows."""
+    rows: dict[str, list[dict]] = {name: [] for name in workers}
+    for number in range(steps + warmup):
+        for name, worker in workers.items():
+            if name not in rows:
+                continue
+            try:
+                row = worker.step()
+            except WorkerEnded as error:
+                if number or name == "fastrl":
+                    raise
+                print(f"{name}: {error}. Only fastrl is timed.")
+                del rows[name]
+                break
+            shown = f"reward {row['reward']:.3f}  length {row['mean_length']:.1f}"
+            print(f"{number:3d} {name:7s} {row['wall_s']:7.2f} s  {shown}", flush=True)
+            if number >= warmup:
+                rows[name].append(row)
+    return rows
 
 
 def context(about: dict) -> dict:
@@ -105,6 +134,7 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--trl-python", default=sys.executable)
     parser.add_argument("--case", choices=["sums", "long"], default="sums")
+    parser.add_argument("--engine", choices=["embedded", "vllm"], default="embedded")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
@@ -118,18 +148,17 @@ def main() -> None:
             workers["trl"] = Worker(args.trl_python, "trl_worker.py", settings)
         else:
             print("TRL is not installed for this interpreter: only fastrl is timed (--trl-python PATH names another)")
-        rows: dict[str, list[dict]] = {name: [] for name in workers}
-        for number in range(args.steps + args.warmup):
-            for name, worker in workers.items():
-                row = worker.step()
-                shown = f"reward {row['reward']:.3f}  length {row['mean_length']:.1f}"
-                print(f"{number:3d} {name:7s} {row['wall_s']:7.2f} s  {shown}", flush=True)
-                if number >= args.warmup:
-                    rows[name].append(row)
+        rows = alternate(workers, args.steps, args.warmup)
         about = workers["trl"].about if "trl" in workers else {}
         for worker in workers.values():
             worker.close()
-    result = {"case": args.case, **context(about), "steps": rows, "median": {n: summary(r) for n, r in rows.items()}}
+    result = {
+        "case": args.case,
+        "engine": args.engine,
+        **context(about),
+        "steps": rows,
+        "median": {n: summary(r) for n, r in rows.items()},
+    }
     for name, f in result["median"].items():
         print(f"{name:7s} median {f['wall_s']:.2f} s  cpu {f['cpu_s']:.2f} s  peak {f['peak_rss_gib']:.2f} GiB")
     if len(rows) == 2:

@@ -72,6 +72,13 @@ class Gate(TrainerCallback):
         print(json.dumps(row), file=real_stdout, flush=True)
 
 
+def vllm_arguments(settings: dict) -> dict:
+    """vLLM inside TRL's process, with room for the case's sequences; nothing for TRL's own generation."""
+    if settings.get("engine") != "vllm":
+        return {}
+    return {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 512}
+
+
 def main(settings: dict) -> None:
     """Build the trainer as `settings` say and run it, gated."""
     torch.set_num_threads(1)
@@ -89,6 +96,7 @@ def main(settings: dict) -> None:
         lr_scheduler_type="constant",
         warmup_steps=0,
         generation_kwargs=settings.get("generation_kwargs") or None,
+        **vllm_arguments(settings),
     )
     recorded = settings.get("recorded")
     make = partial(Replay, recorded=json.loads(Path(recorded).read_text())) if recorded else GRPOTrainer
