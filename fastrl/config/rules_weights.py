@@ -22,19 +22,26 @@ def zero_copy(subject: Subject) -> Iterator[Finding]:
     rollout, run = subject.config.rollout, subject.config.run
     if not rollout.zero_copy:
         return
-    if run.dtype != "bfloat16":
+    if run.dtype == "float64":
         yield error(
             "rollout.zero_copy",
             "run.dtype",
-            text=f"rollout.zero_copy shares bf16 weights with the engine, but run.dtype = {run.dtype}: "
+            text="rollout.zero_copy shares the engine's weights, but run.dtype = float64 is none of its types: "
             "set run.dtype = bfloat16 or rollout.zero_copy = false",
         )
-    if rollout.weight_transport == "in_process":
+    if rollout.offload == "all":
         yield error(
             "rollout.zero_copy",
-            "rollout.weight_transport",
-            text="rollout.zero_copy shares memory between two processes, but rollout.weight_transport = in_process: "
-            "use auto, or rollout.zero_copy = false",
+            "rollout.offload",
+            text="rollout.offload = all moves weights away with which, by rollout.zero_copy, the engine computes: "
+            "set rollout.offload = optimizer or rollout.zero_copy = false",
+        )
+    if rollout.sleep_level:
+        yield error(
+            "rollout.zero_copy",
+            "rollout.sleep_level",
+            text=f"rollout.sleep_level = {rollout.sleep_level} lets the engine drop its weights, which by "
+            "rollout.zero_copy are the trainer's: set rollout.sleep_level = 0",
         )
 
 

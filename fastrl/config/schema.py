@@ -86,8 +86,8 @@ class RolloutConfig(Section):
     engine_timeout_s: float = Field(600.0, gt=0, description="vLLM: an engine process that starts longer or says nothing for longer is killed and started again, in seconds")
     bucket_gib: float = Field(0.25, gt=0, le=16, description="size of each of the two staging buckets that carry new weights to an engine process, in GiB; larger tensors are split")
     weight_transport: Literal["auto", "cuda_ipc", "shared_memory", "in_process"] = Field("auto", description="how new weights reach an engine process: CUDA IPC on a GPU, shared memory, or directly to an engine in the trainer's process; auto takes the first that works")
-    verify_weights: str = Field("always", pattern=r"^(always|first|off|every [1-9][0-9]*)$", description="after which updates checksums of every tensor and a short greedy response are compared between trainer and engine: always, first (to each engine process), `every K` or off")
-    zero_copy: bool = Field(False, description="let the engine compute with the trainer's own bf16 weights (one rank, dense decoders): updates move no bytes; falls back to buckets, with a warning, where that is impossible")
+    verify_weights: str = Field("always", pattern=r"^(always|first|off|every [1-9][0-9]*)$", description="after which updates checksums of every tensor and a short greedy response are compared between trainer and engine: always, first (to each engine process), `every K` or off; no response with rollout.offload = all")
+    zero_copy: bool = Field(False, description="vLLM: let it compute with the trainer's own weights, held in run.dtype beside float32 masters (one rank, dense decoders): updates move no bytes; where that is impossible they are delivered, and the run says why")
 
 
 class AlgorithmConfig(Section):

@@ -37,6 +37,7 @@ class BackendSettings:
     sleep_mode: bool = False  # allocate so that sleep() gives memory back (GPU only)
     load_weights: bool = False  # read the folder's weights instead of waiting for the trainer's
     options: dict[str, Any] = field(default_factory=dict)  # the backend's own, handed through
+    shared_weights: dict[str, Any] | None = None  # where the trainer's weights are mapped; None: they are delivered
 
     def to_json(self) -> dict[str, Any]:
         """As it travels to the child."""

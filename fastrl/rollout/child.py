@@ -41,6 +41,10 @@ class Receiver(Protocol):
         """Close the line; the trainer removes what is its own."""
         ...
 
+    def in_place(self) -> bool:
+        """For weights that are the trainer's own memory: wait until they are new, True. False where they are sent."""
+        ...
+
     def abandon(self) -> None:
         """The trainer is gone: remove what it left. May be called from another thread."""
         ...
@@ -145,6 +149,9 @@ class Server:
         if self.watch.receiver is None:
             self.watch.receiver = self.make_receiver(message["address"])
         self.channel.send({"connected": True})  # the sender waits for nobody who is not there
+        if self.watch.receiver.in_place():
+            self.backend.reset_prefix_cache()
+            return
         weights = iter(self.watch.receiver.updates())
         first = next(weights)
         try:

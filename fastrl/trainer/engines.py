@@ -17,6 +17,7 @@ from fastrl.data.prompts import PromptSet
 from fastrl.dist.collectives import any_rank, rank, world_size
 from fastrl.dist.weight_sync import LocalReceiver, WeightRefused, WeightsDiffer, WeightSender
 from fastrl.dist.weight_verify import VerifySchedule
+from fastrl.dist.zero_copy import SharedWeights
 from fastrl.errors import ConfigError
 from fastrl.models.head import head_of
 from fastrl.models.load import resolve_path
@@ -35,6 +36,7 @@ from fastrl.trainer.engine_choice import choose_engine
 from fastrl.trainer.expected_weights import expected_weights
 from fastrl.trainer.memory_budget import budget, device_bytes, engine_fraction, sleep_level
 from fastrl.trainer.probe import DeliveryProbe
+from fastrl.trainer.shared_engine import SharedSender, address_of
 
 if TYPE_CHECKING:
     from fastrl.trainer.loop import Parts
@@ -44,11 +46,15 @@ CPU_KV_FRACTION = 0.25  # of the free memory: the most that the key/value space 
 
 
 def make_engine(
-    config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stop_ids: frozenset[int]
+    config: Config,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    stop_ids: frozenset[int],
+    shared: SharedWeights | None = None,
 ) -> Engine:
-    """The generation engine of the run."""
+    """The generation engine of the run; `shared` are weights that it computes with in place."""
     if choose_engine(config).name == "vllm":
-        return make_vllm(config, model, stop_ids)
+        return make_vllm(config, model, stop_ids, shared)
     return NativeEngine(
         model,
         tokenizer=tokenizer,
@@ -58,7 +64,9 @@ def make_engine(
     )
 
 
-def make_vllm(config: Config, model: PreTrainedModel, stop_ids: frozenset[int]) -> ExternalEngine:
+def make_vllm(
+    config: Config, model: PreTrainedModel, stop_ids: frozenset[int], shared: SharedWeights | None = None
+) -> ExternalEngine:
     """vLLM: one process per rank, or `rollout.tensor_parallel_size` ranks' processes as one engine."""
     size = config.rollout.tensor_parallel_size
     if world_size() % size:
@@ -70,7 +78,7 @@ def make_vllm(config: Config, model: PreTrainedModel, stop_ids: frozenset[int]) 
     if size > 1:
         gather, folder = tensor_parallel_group(size)
         settings = replace(settings, tensor_parallel_rank=engine_rank, rendezvous=folder.rendezvous(0))
-    link = make_link(config, model, settings, folder)
+    link = make_link(config, model, settings, folder, shared)
 
     def before_restart(number: int) -> None:
         if folder is not None and isinstance(link, ProcessLink):
@@ -134,7 +142,13 @@ def backend_settings(config: Config, model: PreTrainedModel) -> BackendSettings:
     )
 
 
-def make_link(config: Config, model: PreTrainedModel, settings: BackendSettings, folder: SharedFolder | None) -> Link:
+def make_link(
+    config: Config,
+    model: PreTrainedModel,
+    settings: BackendSettings,
+    folder: SharedFolder | None,
+    shared: SharedWeights | None = None,
+) -> Link:
     """The way to the backend: a child process, or this one."""
     dtype, r = getattr(torch, settings.dtype), config.rollout
     if r.vllm_in_process:
@@ -143,8 +157,10 @@ def make_link(config: Config, model: PreTrainedModel, settings: BackendSettings,
     options = {"transport": r.weight_transport, "bucket_bytes": bucket_bytes, "verify": r.verify_weights}
     return ProcessLink(
         CHILD,
-        settings,
-        BucketSender(model, dtype, r.engine_timeout_s, **options),
+        settings if shared is None else replace(settings, shared_weights=address_of(shared, r.engine_timeout_s)),
+        BucketSender(model, dtype, r.engine_timeout_s, **options)
+        if shared is None
+        else SharedSender(shared, r.engine_timeout_s, r.verify_weights),
         timeout_s=r.engine_timeout_s,
         environment=device_environment(config, settings),
         mark=None if folder is None else folder.mark(0),
@@ -291,9 +307,6 @@ def engine_lines(parts: Parts) -> list[str]:
         f"engine        {info.name} {where}, {settings.dtype} on {settings.device}: {info.kv_tokens} tokens of keys "
         f"and values, context {info.context}{share}",
         *(f"              {warning}" for warning in info.warnings),
+        *([f"              rollout.zero_copy: not here: {parts.delivered_because}"] if parts.delivered_because else []),
         *sizes.lines(),
-        *(
-            ["              rollout.zero_copy: not with this engine yet, weights go through buckets"]
-            * config.rollout.zero_copy
-        ),
     ]

@@ -65,6 +65,7 @@ class Parts:
     device: torch.device
     total_steps: int
     num_overlong_prompts: int = 0
+    delivered_because: str = ""  # why rollout.zero_copy was not followed
 
 
 Packed = list[tuple[Tensor, list[MicroBatch]]]  # per optimizer batch: its sequences and their micro-batches

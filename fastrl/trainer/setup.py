@@ -47,7 +47,9 @@ from fastrl.trainer.reference import Reference, WithoutAdapters
 from fastrl.trainer.router_loss import RouterLoss
 from fastrl.trainer.selection import EntropyController
 from fastrl.trainer.sequence import share_rows
+from fastrl.trainer.shared_engine import share_weights
 from fastrl.trainer.validation import Validator
+from fastrl.trainer.view_optimizer import ViewOptimizer
 
 
 def seed_everything(seed: int) -> None:
@@ -82,17 +84,26 @@ def build(
     mesh = make_mesh(device, config.parallel.replicate, config.parallel.shard)
     model = load_trained_policy(config, dtype, device, mesh)
     check_fits(config, model, train, validation)
+    shared, delivered_because = share_weights(config, model)
     schedule = actor_schedule(config, plan, total_steps)
     actor = Actor(
         model,
-        make_optimizer(config, model, schedule, "policy", config.optim.weight_decay, config.optim.max_grad_norm),
+        make_optimizer(
+            config,
+            model,
+            schedule,
+            "policy",
+            config.optim.weight_decay,
+            config.optim.max_grad_norm,
+            masters=None if shared is None else shared.masters,
+        ),
         loss_settings(config),
         temperature=config.rollout.temperature,
         dtype=dtype,
         gradient_in_forward=plan.gradient_in_forward,
     )
     stop_ids = frozenset(stop_token_ids(model, tokenizer)) | frozenset(config.rollout.stop_token_ids)
-    engine = make_engine(config, model, tokenizer, stop_ids)
+    engine = make_engine(config, model, tokenizer, stop_ids, shared)
     check_engine(config, engine)
     rewards = make_rewards(config)
     generator = Generator(
@@ -111,6 +122,8 @@ def build(
     add_row_terms(config, actor, reference, mesh)
     critic = make_critic(config, plan, dtype, device, total_steps, mesh)
     memory = make_choreography(config, engine, actor, critic, device)
+    if shared is not None:
+        memory.sleep_level = 0  # the weights are the trainer's: the engine has only keys and values to give back
     ranks = sequence_groups(config.parallel.sequence)
     for part in (actor, reference, critic):
         if part is not None:
@@ -134,6 +147,7 @@ def build(
         device=device,
         total_steps=total_steps,
         num_overlong_prompts=train.num_dropped,
+        delivered_because=delivered_because,
     )
 
 
@@ -189,21 +203,27 @@ def actor_schedule(config: Config, plan: Plan, total_steps: int) -> Schedule:
 
 
 def make_optimizer(
-    config: Config, module: nn.Module, schedule: Schedule, name: str, weight_decay: float, max_grad_norm: float
+    config: Config,
+    module: nn.Module,
+    schedule: Schedule,
+    name: str,
+    weight_decay: float,
+    max_grad_norm: float,
+    masters: dict[str, Tensor] | None = None,
 ) -> Optimizer:
-    """AdamW with the run's moments and the model's own schedule, decay and clipping."""
+    """AdamW with the run's moments and the model's own schedule, decay and clipping; `masters` are those of views."""
     o = config.optim
-    return Optimizer(
-        module,
-        schedule,
-        name=name,
-        betas=o.betas,
-        eps=o.eps,
-        weight_decay=weight_decay,
-        max_grad_norm=max_grad_norm,
-        max_skipped=o.max_skipped_updates,
-        offload_moments=config.parallel.offload == "optimizer",
-    )
+    options: dict[str, Any] = {
+        "name": name,
+        "betas": o.betas,
+        "eps": o.eps,
+        "weight_decay": weight_decay,
+        "max_grad_norm": max_grad_norm,
+        "max_skipped": o.max_skipped_updates,
+    }
+    if masters is not None:
+        return ViewOptimizer(module, schedule, masters=masters, **options)
+    return Optimizer(module, schedule, offload_moments=config.parallel.offload == "optimizer", **options)
 
 
 def make_critic(
