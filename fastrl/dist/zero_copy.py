@@ -7,6 +7,7 @@ engine's stream waits for. While the optimizer writes, the engine must not be ge
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterable
@@ -25,22 +26,27 @@ from fastrl.dist.weight_lora import has_adapters
 from fastrl.dist.weight_plan import TensorSpec, compare_manifests, dtype_name, torch_dtype
 from fastrl.dist.weight_receiver import PROTOCOL, differing
 from fastrl.dist.weight_source import ModelSource
-from fastrl.dist.weight_sync import Delivery, last_words
+from fastrl.dist.weight_sync import Delivery, WeightsDiffer, last_words
 from fastrl.dist.weight_wire import Door, Line, LineClosed, connect, remove_abandoned
 from fastrl.errors import WeightError
 
 SERVE_S = 0.5  # how often the thread that waits for engines looks whether it is still wanted
 
 
-def zero_copy_problem(model: nn.Module) -> str | None:
-    """Why this model's weights cannot be shared in place; None when they can (its device included)."""
+def zero_copy_problem(model: nn.Module, *, one_process: bool = False) -> str | None:
+    """Why this model's weights cannot be shared in place; None when they can (its device included).
+
+    Args:
+        model: the policy.
+        one_process: the engine is in this process: nothing has to be mapped by another.
+    """
     source = ModelSource(model)
     entries = source.entries()
     sharded = any(hasattr(entry.tensor, "device_mesh") for entry in entries)
     names = [entry.name for entry in entries]
     problem = sharing_problem(names, world_size(), adapters=has_adapters(model), sharded=sharded)
     device = next(model.parameters()).device
-    if problem is None and device.type == "cuda":
+    if problem is None and device.type == "cuda" and not one_process:
         problem = cuda_ipc_problem(device)
     if problem is None:
         try:
@@ -65,6 +71,7 @@ class SharedWeights:
         dtype: the engine's type.
         folder: where the socket's private folder is made; None takes the system's temporary folder.
         timeout_s: longest silence of the engine that is waited for, in seconds.
+        one_process: the engine is in this process and takes its tensors by `fit`; there is no socket and no `publish`.
 
     Raises:
         WeightError: the weights cannot be shared; nothing was changed. Use `WeightSender` then.
@@ -77,17 +84,21 @@ class SharedWeights:
         dtype: torch.dtype = torch.bfloat16,
         folder: str | Path | None = None,
         timeout_s: float = 300.0,
+        one_process: bool = False,
     ) -> None:
-        problem = zero_copy_problem(model)
+        problem = zero_copy_problem(model, one_process=one_process)
         if problem is not None:
             raise WeightError(f"rollout.zero_copy: {problem}")
         self.model, self.timeout_s = model, timeout_s
         source = ModelSource(model, tied=True)
         entries = source.entries()
         self.layout = fused_layout(source.specs(entries), dtype)
-        self.memory = allocate(self.layout.num_bytes, next(model.parameters()).device)
-        self.block = self.memory.slots[0][: self.layout.num_bytes]
-        self.block.zero_()
+        device = next(model.parameters()).device
+        self.memory = None if one_process else allocate(self.layout.num_bytes, device)
+        if self.memory is None:
+            self.block = torch.zeros(self.layout.num_bytes, dtype=torch.uint8, device=device)
+        else:
+            self.block = self.memory.slots[0][: self.layout.num_bytes].zero_()
         self.masters: dict[str, Tensor] = {}
         views = self.layout.trainer_views(self.block)
         for entry in entries:
@@ -97,11 +108,22 @@ class SharedWeights:
                 entry.tensor.data = views[entry.name]
         self.line: Line | None = None
         self.refusal: str | None = None
+        self.engines = 0  # engine processes that have mapped the memory so far
         self.changed, self.closed = threading.Condition(), False
-        self.door = Door(folder)
-        self.address, self.token = self.door.address, self.door.token
-        # an engine maps its weights while it starts, and again when it was restarted: nobody waits for it here
-        threading.Thread(target=self._serve, name="fastrl-shared-weights", daemon=True).start()
+        self.door = None if one_process else Door(folder)
+        self.address = self.door.address if self.door else ""
+        self.token = self.door.token if self.door else ""
+        if self.door is not None:
+            # an engine maps its weights while it starts, and again when it was restarted: nobody waits for it here
+            threading.Thread(target=self._serve, name="fastrl-shared-weights", daemon=True).start()
+
+    def fit(self, expected: Iterable[TensorSpec]) -> dict[str, Tensor]:
+        """The engine's tensors by its own names for an engine in this process, once they are what it expects.
+
+        Raises:
+            WeightError: names, shapes or types differ.
+        """
+        return fitting(self.layout, self.layout.engine_views(self.block), expected)
 
     def publish(self, version: int, *, verify: bool = False) -> Delivery:
         """Tell the engine that the memory holds the weights of `version`; returns when it has taken note.
@@ -111,10 +133,16 @@ class SharedWeights:
             verify: whether each end sums the memory as it sees it.
 
         Raises:
-            WeightError: the engine is gone, or sees other bytes.
+            WeightError: the engine is gone, or a parameter has left the memory.
+            WeightsDiffer: the engine sees other bytes.
         """
         started = time.monotonic()
-        self._check_views()
+        assert self.memory is not None
+        try:
+            self.check_views()
+        except WeightError as error:
+            self._withhold(str(error))
+            raise
         line = self._wait_for_engine()
         sums = self.checksums() if verify else {}
         self.memory.mark(0)
@@ -128,7 +156,7 @@ class SharedWeights:
         if answer["kind"] != "noted":
             raise WeightError(f"the engine could not take version {version}: {answer.get('why', answer['kind'])}")
         if verify and answer["checksums"] != sums:
-            raise WeightError(differing(sums, answer["checksums"]))
+            raise WeightsDiffer(differing(sums, answer["checksums"]))
         return Delivery(version, 0, time.monotonic() - started, sums, f"zero_copy/{self.memory.kind}")
 
     def checksums(self) -> dict[str, int]:
@@ -142,14 +170,21 @@ class SharedWeights:
         if self.line is not None:
             self.line.close()
             self.line = None
-        self.door.close()
+        if self.door is not None:
+            self.door.close()
 
-    def _check_views(self) -> None:
-        """The parameters still lie in the common memory: `.to()` or a replaced parameter would part them silently."""
+    def check_views(self) -> None:
+        """Raise WeightError unless the parameters lie in the common memory: `.to()` would part them silently."""
         views = self.layout.trainer_views(self.block)
         for entry in ModelSource(self.model).entries():
             if entry.tensor.data_ptr() != views[entry.name].data_ptr():
                 raise WeightError(f"{entry.name} has left the memory shared with the engine: it was replaced or moved")
+
+    def _withhold(self, why: str) -> None:
+        """Tell the engine, which waits for the update, that there is none."""
+        if self.line is not None:
+            with contextlib.suppress(LineClosed):
+                self.line.send({"kind": "withheld", "why": why})
 
     def _wait_for_engine(self) -> Line:
         with self.changed:
@@ -167,6 +202,7 @@ class SharedWeights:
 
     def _serve(self) -> None:
         """Hand the memory to every engine that connects; the newest one counts."""
+        assert self.door is not None
         while not self.closed:
             try:
                 line, hello = self.door.accept(SERVE_S)
@@ -182,6 +218,7 @@ class SharedWeights:
         if hello.get("protocol") != PROTOCOL:
             line.close()
             raise Refused(f"the engine speaks protocol {hello.get('protocol')}, the trainer {PROTOCOL}")
+        assert self.memory is not None
         fields, descriptors = self.memory.offer()
         line.send({"kind": "memory", "layout": layout_to_json(self.layout), **fields}, descriptors)
         answer = line.receive(self.timeout_s)
@@ -191,6 +228,7 @@ class SharedWeights:
         self.memory.opened(answer)
         with self.changed:
             self.line, self.refusal = line, None
+            self.engines += 1
             self.changed.notify_all()
 
 
@@ -222,17 +260,23 @@ class SharedWeightsReceiver:
         Raises:
             WeightError: names, shapes or types differ; the trainer is told and can fall back to buckets.
         """
-        wanted = [spec for spec in expected if spec.name not in self.layout.aliases]
-        problem = compare_manifests(self.layout.engine_specs(), wanted)
-        if problem is not None:
-            self.line.send({"kind": "cannot", "why": problem})
-            raise WeightError(f"rollout.zero_copy: {problem}")
+        try:
+            tensors = fitting(self.layout, self.tensors, expected)
+        except WeightError as error:
+            self.line.send({"kind": "cannot", "why": str(error)})
+            raise
         self.line.send({"kind": "opened", **self.memory.answer()})
-        return self.tensors
+        return tensors
 
     def wait(self, timeout_s: float | None = None) -> int:
-        """Wait until the trainer has published new weights; returns their version. Prefix caches are stale from then on."""
+        """Wait until the trainer has published new weights; returns their version. Prefix caches are stale from then on.
+
+        Raises:
+            WeightError: the trainer is gone, or has found that its weights are no longer in the common memory.
+        """
         message = self._receive(timeout_s)
+        if message["kind"] != "published":
+            raise WeightError(message["why"])
         self.memory.read(0)
         sums = checksums_of(self.engine_tensors()) if message["verify"] else {}
         self.memory.release(0)
@@ -254,6 +298,16 @@ class SharedWeightsReceiver:
         except LineClosed:
             remove_abandoned(self.address)
             raise
+
+
+def fitting(
+    layout: FusedLayout, tensors: dict[str, Tensor], expected: Iterable[TensorSpec]
+) -> dict[str, Tensor]:
+    """`tensors`, once the layout is what the engine expects; tied names count once. Raises WeightError."""
+    problem = compare_manifests(layout.engine_specs(), [s for s in expected if s.name not in layout.aliases])
+    if problem is not None:
+        raise WeightError(problem)
+    return tensors
 
 
 def allocate(size: int, device: torch.device) -> SharedMemorySend | CudaIpcSend:

@@ -6,10 +6,11 @@ same class runs in the trainer's process (`LocalLink`) or in a child of its own 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from fastrl.rollout.engine import SamplingParams, WakePart
@@ -37,7 +38,7 @@ class BackendSettings:
     sleep_mode: bool = False  # allocate so that sleep() gives memory back (GPU only)
     load_weights: bool = False  # read the folder's weights instead of waiting for the trainer's
     options: dict[str, Any] = field(default_factory=dict)  # the backend's own, handed through
-    shared_weights: dict[str, Any] | None = None  # where the trainer's weights are mapped; None: they are delivered
+    shared_weights: bool = False  # the backend computes with the trainer's weights in place instead of its own
 
     def to_json(self) -> dict[str, Any]:
         """As it travels to the child."""
@@ -52,6 +53,23 @@ class BackendInfo:
     context: int  # longest prompt with its response, in tokens
     kv_tokens: int  # key/value space, in tokens
     warnings: tuple[str, ...] = ()
+
+
+Wanted = Sequence[tuple[str, tuple[int, ...], torch.dtype]]
+
+
+@dataclass(frozen=True)
+class SharedTensors:
+    """Weights in memory that is the trainer's, for a backend that can compute with them in place.
+
+    Args:
+        fit: given (name, shape, type) of every parameter that the backend's model has, tied names once, returns the
+            tensor of each. Raises a FastRLError when they do not fit.
+        num_bytes: size of the memory, for a backend that counts what is in use.
+    """
+
+    fit: Callable[[Wanted], Mapping[str, Tensor]]
+    num_bytes: int
 
 
 @dataclass(frozen=True)

@@ -45,10 +45,6 @@ class Receiver(Protocol):
         """For weights that are the trainer's own memory: wait until they are new, True. False where they are sent."""
         ...
 
-    def abandon(self) -> None:
-        """The trainer is gone: remove what it left. May be called from another thread."""
-        ...
-
 
 class HalfLoaded(Exception):
     """An update failed after its first tensor: this engine is of no use any more."""
@@ -57,9 +53,8 @@ class HalfLoaded(Exception):
 class Watch:
     """Reads the channel in a thread of its own, so that an abort or the trainer's end is noticed in mid-step."""
 
-    def __init__(self, channel: Channel, parent: int, mark: Path | None) -> None:
-        self.channel, self.parent, self.mark = channel, parent, mark
-        self.receiver: Receiver | None = None
+    def __init__(self, channel: Channel, parent: int, mark: Path | None, abandon: Callable[[], None]) -> None:
+        self.channel, self.parent, self.mark, self.abandon = channel, parent, mark, abandon
         self.rendezvous: str | None = None
         self.messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self.aborted = -1  # number of the last call of generate that was aborted
@@ -82,8 +77,7 @@ class Watch:
     def end(self) -> None:
         """End this process, with the files of a trainer that cannot remove them any more."""
         with contextlib.suppress(Exception):
-            if self.receiver is not None:
-                self.receiver.abandon()
+            self.abandon()
             if self.rendezvous is not None and self._orphaned():
                 remove_shared(self.rendezvous)
         os._exit(0)
@@ -107,6 +101,7 @@ class Server:
         make_receiver: Callable[[dict[str, Any]], Receiver],
     ) -> None:
         self.channel, self.watch, self.backend, self.make_receiver = channel, watch, backend, make_receiver
+        self.receiver: Receiver | None = None
 
     def run(self) -> None:
         """Until the trainer says close."""
@@ -146,13 +141,13 @@ class Server:
 
     def update(self, message: dict[str, Any]) -> None:
         """Load the next update. A refusal comes before the first tensor and leaves the engine as it was."""
-        if self.watch.receiver is None:
-            self.watch.receiver = self.make_receiver(message["address"])
+        if self.receiver is None:
+            self.receiver = self.make_receiver(message["address"])
         self.channel.send({"connected": True})  # the sender waits for nobody who is not there
-        if self.watch.receiver.in_place():
+        if self.receiver.in_place():
             self.backend.reset_prefix_cache()
             return
-        weights = iter(self.watch.receiver.updates())
+        weights = iter(self.receiver.updates())
         first = next(weights)
         try:
             self.backend.load_weights(chain([first], weights))
@@ -167,25 +162,27 @@ def drawn_to_json(drawn: Drawn) -> list[Any]:
 
 def serve(
     descriptor: int,
-    make_backend: Callable[[BackendSettings], Backend],
+    make_backend: Callable[[BackendSettings, dict[str, Any]], Backend],
     make_receiver: Callable[[BackendSettings], Callable[[dict[str, Any]], Receiver]],
+    abandon: Callable[[dict[str, Any]], None],
 ) -> None:
     """The life of an engine process; returns when the trainer closes the engine.
 
     Args:
         descriptor: of the socket to the trainer.
-        make_backend: makes the backend from its settings.
+        make_backend: makes the backend from its settings and the sender's address.
         make_receiver: from settings, a function from the sender's address to the receiver of its weights.
+        abandon: the trainer is gone: removes what its sender left at that address. Called from another thread.
     """
     channel = Channel.from_descriptor(descriptor)
     hello = channel.receive()
     assert hello is not None
     mark = Path(hello["mark"]) if hello["mark"] else None
-    watch = Watch(channel, int(hello["parent"]), mark)
+    watch = Watch(channel, int(hello["parent"]), mark, lambda: abandon(hello["address"]))
     settings = BackendSettings(**hello["settings"])
     watch.rendezvous = settings.rendezvous
     try:
-        backend = make_backend(settings)
+        backend = make_backend(settings, hello["address"])
         receiver = make_receiver(settings)
     except FastRLError as error:
         channel.send({"failed": str(error), "fatal": True})
@@ -196,8 +193,8 @@ def serve(
     server = Server(channel, watch, backend, receiver)
     try:
         server.run()
-        if watch.receiver is not None:
-            watch.receiver.close()
+        if server.receiver is not None:
+            server.receiver.close()
         backend.close()
     except ChannelClosed:
         watch.end()

@@ -37,6 +37,7 @@ class ExternalEngine:
         engine_rank: number of this process among them.
         before_restart: called with the number of the restart before a dead engine is started again.
         on_close: called after the engine is closed.
+        instead: another way to a backend where the first one refuses to start, given its words.
     """
 
     def __init__(
@@ -52,12 +53,13 @@ class ExternalEngine:
         engine_rank: int = 0,
         before_restart: Callable[[int], None] = lambda number: None,
         on_close: Callable[[], None] | None = None,
+        instead: Callable[[EngineError], Link] | None = None,
     ) -> None:
         self.link, self.model = link, model
         self.vocabulary_size, self.context = vocabulary_size, context
         self.stop_token_ids = frozenset(int(i) for i in stop_token_ids)
         self.any_rank, self.gather, self.engine_rank = any_rank, gather, engine_rank
-        self.before_restart, self.on_close = before_restart, on_close
+        self.before_restart, self.on_close, self.instead = before_restart, on_close, instead
         self.policy_version = 0
         self.restarts = 0
         self._delivered = False  # whether the engine holds weights of the trainer
@@ -76,6 +78,8 @@ class ExternalEngine:
             self.link.start()
 
     def _deliver(self) -> None:
+        if self.instead is not None:
+            self.ready()
         with self.around_delivery():
             self.link.update(self.model, self.policy_version)
         self._delivered = True
@@ -233,6 +237,8 @@ class ExternalEngine:
 
     def _call(self, action: Callable[[], None]) -> None:
         """A call that a dead engine cannot answer and a new one need not: what died is started again on next use."""
+        if self.instead is not None:
+            self.ready()
         try:
             action()
         except EngineDied:
@@ -252,7 +258,16 @@ class ExternalEngine:
     def ready(self) -> BackendInfo:
         """Wait until the backend is ready; what it says of itself. Raises EngineError when it cannot start."""
         self.start()
-        return self.link.wait_ready()
+        try:
+            return self.link.wait_ready()
+        except EngineDied:
+            raise
+        except EngineError as refusal:
+            if self.instead is None:
+                raise
+            self.link.close()
+            self.link, self.instead, self._delivered = self.instead(refusal), None, False
+            return self.link.wait_ready()
 
     def abort(self) -> None:
         """End the running generate soon."""

@@ -107,6 +107,7 @@ class ProcessLink:
                 "settings": self.settings.to_json(),
                 "parent": os.getpid(),
                 "mark": None if self.mark is None else str(self.mark),
+                "address": self.sender.address(),
             }
         )
 

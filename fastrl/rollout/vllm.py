@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,8 +35,8 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
-from fastrl.errors import EngineError
-from fastrl.rollout.backend import BackendInfo, BackendSettings, Draw, Drawn, Load
+from fastrl.errors import EngineError, FastRLError
+from fastrl.rollout.backend import BackendInfo, BackendSettings, Draw, Drawn, Load, SharedTensors
 from fastrl.rollout.engine import SamplingParams, WakePart
 
 TESTED_VERSION = "0.32"
@@ -101,13 +101,15 @@ class OwnRendezvous(ExecutorWithExternalLauncher):
 class VLLMBackend:
     """See `Backend` for the methods."""
 
-    def __init__(self, settings: BackendSettings) -> None:
+    def __init__(self, settings: BackendSettings, shared: SharedTensors | None = None) -> None:
         self.settings = settings
         self.group: torch_dist.ProcessGroup | None = None
         if settings.tensor_parallel_size > 1:
             self._join(settings)
         WeightTransferEngineFactory.register_engine(WEIGHT_BACKEND, IteratorTransfer)
-        self.engine = start(settings)
+        self.engine = start(
+            settings if shared is None else replace(settings, options=in_place(settings.options, shared))
+        )
         if settings.tensor_parallel_size > 1:
             self.group = torch_dist.new_group(backend="gloo")
         config = self.engine.vllm_config
@@ -233,6 +235,16 @@ class VLLMBackend:
         self.engine.engine_core.shutdown()
 
 
+def in_place(options: dict[str, Any], shared: SharedTensors) -> dict[str, Any]:
+    """Options with which vLLM computes with somebody else's tensors."""
+    from fastrl.rollout.vllm_shared import sharing_unsupported, use_shared_weights
+
+    problem = sharing_unsupported()
+    if problem is not None:
+        raise EngineError(f"rollout.zero_copy: {problem}")
+    return options | {"load_format": use_shared_weights(shared.fit, shared.num_bytes)}
+
+
 def start(settings: BackendSettings) -> LLMEngine:
     """The engine of these settings. Raises EngineError in words for what vLLM cannot do."""
     given: dict[str, Any] = {
@@ -270,6 +282,8 @@ def start(settings: BackendSettings) -> LLMEngine:
         if settings.tensor_parallel_size > 1:
             executor = type("OwnRendezvous", (OwnRendezvous,), {"address": settings.rendezvous})
         return LLMEngine(config, executor_class=executor, log_stats=False, multiprocess_mode=False)
+    except FastRLError:
+        raise
     except Exception as error:  # vLLM raises many kinds, among them pydantic's
         raise EngineError(explain(settings, error)) from error
 

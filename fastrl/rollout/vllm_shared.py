@@ -8,7 +8,7 @@ shared memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,9 +19,9 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from fastrl.errors import EngineError
+from fastrl.rollout.backend import Wanted
 
 LOAD_FORMAT = "fastrl_shared"
-Wanted = Sequence[tuple[str, tuple[int, ...], torch.dtype]]
 Accept = Callable[[Wanted], Mapping[str, Tensor]]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,14 +13,13 @@ from fastrl.dist.weight_plan import TensorSpec
 from fastrl.dist.weight_receiver import WeightReceiver
 from fastrl.dist.weight_wire import remove_abandoned
 from fastrl.dist.zero_copy import SharedWeightsReceiver
-from fastrl.errors import EngineError
-from fastrl.rollout.backend import Backend, BackendSettings
-from fastrl.rollout.child import serve
+from fastrl.rollout.backend import Backend, BackendSettings, SharedTensors
+from fastrl.rollout.child import Receiver, serve
 
-shared: SharedReceiver | None = None  # of this process's engine
+MakeBackend = Callable[[BackendSettings, SharedTensors | None], Backend]
 
 
-class Receiver:
+class BucketReceiver:
     """Updates of a `WeightReceiver`, each compared with what the engine's own model has before its first tensor."""
 
     def __init__(self, address: dict[str, Any], expected: list[TensorSpec]) -> None:
@@ -41,25 +39,16 @@ class Receiver:
         """Close the line."""
         self.receiver.close()
 
-    def abandon(self) -> None:
-        """Remove the socket of a trainer that is gone."""
-        remove_abandoned(self.receiver.address)
-
 
 class SharedReceiver:
     """Weights that are the trainer's memory, mapped while the engine starts."""
 
-    def __init__(self, shared: dict[str, Any]) -> None:
-        self.receiver = SharedWeightsReceiver(shared["address"], shared["token"], timeout_s=shared["timeout_s"])
+    def __init__(self, address: dict[str, Any]) -> None:
+        self.receiver = SharedWeightsReceiver(address["address"], address["token"], timeout_s=address["timeout_s"])
 
-    def load_format(self) -> str:
-        """The name under which vLLM finds a loader that puts the memory into its model."""
-        from fastrl.rollout.vllm_shared import sharing_unsupported, use_shared_weights
-
-        problem = sharing_unsupported()
-        if problem is not None:
-            raise EngineError(f"rollout.zero_copy: {problem}")
-        return use_shared_weights(
+    def tensors(self) -> SharedTensors:
+        """The memory for a backend."""
+        return SharedTensors(
             lambda wanted: self.receiver.accept([TensorSpec(*fields) for fields in wanted]),
             self.receiver.layout.num_bytes,
         )
@@ -77,37 +66,49 @@ class SharedReceiver:
         """Close the line; the memory is unmapped when the process ends."""
         self.receiver.line.close()
 
-    def abandon(self) -> None:
-        """Remove the socket of a trainer that is gone."""
-        remove_abandoned(self.receiver.address)
+
+class Program:
+    """An engine process: its backend, and where its weights come from."""
+
+    def __init__(self, make_backend: MakeBackend) -> None:
+        self.make_backend = make_backend
+        self.shared: SharedReceiver | None = None
+
+    def backend(self, settings: BackendSettings, address: dict[str, Any]) -> Backend:
+        """The backend of this process, with the trainer's memory where it computes with that."""
+        if not settings.shared_weights:
+            return self.make_backend(settings, None)
+        self.shared = SharedReceiver(address)
+        return self.make_backend(settings, self.shared.tensors())
+
+    def receiver(self, settings: BackendSettings) -> Callable[[dict[str, Any]], Receiver]:
+        """From the sender's address to a receiver that expects the engine's own tensors."""
+        shared = self.shared
+        if shared is not None:
+            return lambda address: shared
+        from fastrl.trainer.expected_weights import expected_weights
+
+        expected = expected_weights(
+            settings.model,
+            getattr(torch, settings.dtype),
+            revision=settings.revision,
+            trust_remote_code=settings.trust_remote_code,
+        )
+        return lambda address: BucketReceiver(address, expected)
 
 
-def make_backend(settings: BackendSettings) -> Backend:
-    """The backend of this process."""
+def abandon(address: dict[str, Any]) -> None:
+    """Remove the socket of a trainer that is gone."""
+    remove_abandoned(address["address"])
+
+
+def vllm_backend(settings: BackendSettings, shared: SharedTensors | None) -> Backend:
+    """vLLM in this process."""
     from fastrl.rollout.vllm import VLLMBackend
 
-    if settings.shared_weights is not None:
-        global shared
-        shared = SharedReceiver(settings.shared_weights)
-        settings = replace(settings, options={**settings.options, "load_format": shared.load_format()})
-    return VLLMBackend(settings)
-
-
-def make_receiver(settings: BackendSettings) -> Callable[[dict[str, Any]], Receiver | SharedReceiver]:
-    """From the sender's address to a receiver that expects the engine's own tensors."""
-    if shared is not None:
-        receiver: SharedReceiver = shared
-        return lambda address: receiver
-    from fastrl.trainer.expected_weights import expected_weights
-
-    expected = expected_weights(
-        settings.model,
-        getattr(torch, settings.dtype),
-        revision=settings.revision,
-        trust_remote_code=settings.trust_remote_code,
-    )
-    return lambda address: Receiver(address, expected)
+    return VLLMBackend(settings, shared)
 
 
 if __name__ == "__main__":
-    serve(int(sys.argv[1]), make_backend, make_receiver)
+    program = Program(vllm_backend)
+    serve(int(sys.argv[1]), program.backend, program.receiver, abandon)

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as torch_dist
-from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastrl.config.schema import Config
 from fastrl.data.prompts import PromptSet
 from fastrl.dist.collectives import any_rank, rank, world_size
-from fastrl.dist.weight_sync import LocalReceiver, WeightRefused, WeightsDiffer, WeightSender
 from fastrl.dist.weight_verify import VerifySchedule
-from fastrl.dist.zero_copy import SharedWeights
-from fastrl.errors import ConfigError
+from fastrl.errors import ConfigError, EngineError
 from fastrl.models.head import head_of
 from fastrl.models.load import resolve_path
-from fastrl.rollout.backend import Backend, BackendSettings
+from fastrl.rollout.backend import BackendSettings
 from fastrl.rollout.engine import Engine
 from fastrl.rollout.external import ExternalEngine
 from fastrl.rollout.kv_space import free_memory, kv_bytes, kv_bytes_per_token, wanted_kv_tokens
-from fastrl.rollout.link import DeliveryRefused, Link, LocalLink
+from fastrl.rollout.link import Link
 from fastrl.rollout.native import NativeEngine
 from fastrl.rollout.process_link import ProcessLink
 from fastrl.rollout.shared_folder import SharedFolder
@@ -33,15 +29,14 @@ from fastrl.trainer.actor import Actor
 from fastrl.trainer.choreography import Choreography, movable_parts
 from fastrl.trainer.critic import Critic
 from fastrl.trainer.engine_choice import choose_engine
-from fastrl.trainer.expected_weights import expected_weights
+from fastrl.trainer.engine_links import make_link
 from fastrl.trainer.memory_budget import budget, device_bytes, engine_fraction, sleep_level
 from fastrl.trainer.probe import DeliveryProbe
-from fastrl.trainer.shared_engine import SharedSender, address_of
+from fastrl.trainer.shared_engine import Sharing
 
 if TYPE_CHECKING:
     from fastrl.trainer.loop import Parts
 
-CHILD = "fastrl.trainer.engine_child"
 CPU_KV_FRACTION = 0.25  # of the free memory: the most that the key/value space takes on a CPU unless it is given
 
 
@@ -50,11 +45,11 @@ def make_engine(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     stop_ids: frozenset[int],
-    shared: SharedWeights | None = None,
+    sharing: Sharing | None = None,
 ) -> Engine:
-    """The generation engine of the run; `shared` are weights that it computes with in place."""
+    """The generation engine of the run; with `sharing` it may compute with the trainer's weights in place."""
     if choose_engine(config).name == "vllm":
-        return make_vllm(config, model, stop_ids, shared)
+        return make_vllm(config, model, stop_ids, sharing or Sharing())
     return NativeEngine(
         model,
         tokenizer=tokenizer,
@@ -64,26 +59,28 @@ def make_engine(
     )
 
 
-def make_vllm(
-    config: Config, model: PreTrainedModel, stop_ids: frozenset[int], shared: SharedWeights | None = None
-) -> ExternalEngine:
+def make_vllm(config: Config, model: PreTrainedModel, stop_ids: frozenset[int], sharing: Sharing) -> ExternalEngine:
     """vLLM: one process per rank, or `rollout.tensor_parallel_size` ranks' processes as one engine."""
     size = config.rollout.tensor_parallel_size
     if world_size() % size:
         raise ConfigError(
             f"rollout.tensor_parallel_size = {size} does not divide the {world_size()} processes of this run"
         )
-    settings = backend_settings(config, model)
+    settings = backend_settings(config, model, in_place=sharing.weights is not None)
     engine_rank, gather, folder = rank() % size, None, None
     if size > 1:
         gather, folder = tensor_parallel_group(size)
         settings = replace(settings, tensor_parallel_rank=engine_rank, rendezvous=folder.rendezvous(0))
-    link = make_link(config, model, settings, folder, shared)
+    link = make_link(config, model, settings, folder, sharing.weights)
 
     def before_restart(number: int) -> None:
         if folder is not None and isinstance(link, ProcessLink):
             link.settings = replace(link.settings, rendezvous=folder.rendezvous(number))
             link.mark = folder.mark(number)
+
+    def delivered(refusal: EngineError) -> Link:
+        sharing.give_up(str(refusal))
+        return make_link(config, model, backend_settings(config, model), None)
 
     return ExternalEngine(
         link,
@@ -96,11 +93,18 @@ def make_vllm(
         engine_rank=engine_rank,
         before_restart=before_restart,
         on_close=None if folder is None else folder.close,
+        instead=None if sharing.weights is None else delivered,
     )
 
 
-def backend_settings(config: Config, model: PreTrainedModel) -> BackendSettings:
-    """What the backend is started with; sizes are derived where the configuration leaves them open."""
+def backend_settings(config: Config, model: PreTrainedModel, *, in_place: bool = False) -> BackendSettings:
+    """What the backend is started with; sizes are derived where the configuration leaves them open.
+
+    Args:
+        config: of the run.
+        model: the policy.
+        in_place: the backend computes with the trainer's own weights.
+    """
     r, m = config.rollout, config.model
     device = next(model.parameters()).device.type
     text = model.config.get_text_config()
@@ -122,7 +126,7 @@ def backend_settings(config: Config, model: PreTrainedModel) -> BackendSettings:
     space = None if tokens is None else kv_bytes(tokens, text, itemsize, r.tensor_parallel_size)
     fraction = r.gpu_memory_utilization
     if fraction is None and device == "cuda":
-        fraction = engine_fraction(config, model, next(model.parameters()).device)
+        fraction = engine_fraction(config, model, next(model.parameters()).device, in_place=in_place)
     return BackendSettings(
         model=resolve_path(m.path),
         tokenizer=resolve_path(m.tokenizer_path or m.path) if r.stop else None,
@@ -140,61 +144,6 @@ def backend_settings(config: Config, model: PreTrainedModel) -> BackendSettings:
         sleep_mode=device == "cuda",
         options=dict(r.vllm_options),
     )
-
-
-def make_link(
-    config: Config,
-    model: PreTrainedModel,
-    settings: BackendSettings,
-    folder: SharedFolder | None,
-    shared: SharedWeights | None = None,
-) -> Link:
-    """The way to the backend: a child process, or this one."""
-    dtype, r = getattr(torch, settings.dtype), config.rollout
-    if r.vllm_in_process:
-        return LocalLink(local_backend, settings, LocalDelivery(model, settings, dtype, r.verify_weights))
-    bucket_bytes = int(r.bucket_gib * (1 << 30))
-    options = {"transport": r.weight_transport, "bucket_bytes": bucket_bytes, "verify": r.verify_weights}
-    return ProcessLink(
-        CHILD,
-        settings if shared is None else replace(settings, shared_weights=address_of(shared, r.engine_timeout_s)),
-        BucketSender(model, dtype, r.engine_timeout_s, **options)
-        if shared is None
-        else SharedSender(shared, r.engine_timeout_s, r.verify_weights),
-        timeout_s=r.engine_timeout_s,
-        environment=device_environment(config, settings),
-        mark=None if folder is None else folder.mark(0),
-    )
-
-
-def local_backend(settings: BackendSettings) -> Any:
-    """A backend in this process, with the process as it was afterwards."""
-    from fastrl.rollout.process_state import preserved
-
-    with preserved():
-        from fastrl.rollout.vllm import VLLMBackend
-
-        return VLLMBackend(settings)
-
-
-def device_environment(config: Config, settings: BackendSettings) -> dict[str, str | None]:
-    """Variables that give the child its device: the trainer's own, or those of `rollout.devices`."""
-    if settings.device != "cuda":
-        return {}
-    current, devices = torch.cuda.current_device(), config.rollout.devices
-    if devices is not None:
-        current = devices[rank() % len(devices)]
-    return (
-        {"LOCAL_RANK": str(current)}
-        if settings.tensor_parallel_size > 1
-        else {"CUDA_VISIBLE_DEVICES": visible(current)}
-    )
-
-
-def visible(index: int) -> str:
-    """What CUDA_VISIBLE_DEVICES must be for a child to see only this process's device `index`."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return str(index) if not named else named.split(",")[index]
 
 
 def tensor_parallel_group(size: int) -> tuple[Callable[[Any], list[Any]], SharedFolder]:
@@ -217,63 +166,22 @@ def tensor_parallel_group(size: int) -> tuple[Callable[[Any], list[Any]], Shared
     return gather, own or SharedFolder(path)
 
 
-class BucketSender:
-    """A `WeightSender` as a `ProcessLink` wants it."""
-
-    def __init__(self, model: nn.Module, dtype: torch.dtype, timeout_s: float, **options: Any) -> None:
-        self.sender = WeightSender(model, dtype=dtype, timeout_s=timeout_s, **options)
-        self.timeout_s = timeout_s
-
-    def address(self) -> dict[str, Any]:
-        """Where the child finds the sender."""
-        return {"address": self.sender.address, "token": self.sender.token, "timeout_s": self.timeout_s}
-
-    def send(self, model: nn.Module, version: int) -> None:
-        """Deliver; see Sender.send."""
-        self.sender.source.model = model
-        try:
-            self.sender.send(version)
-        except (WeightRefused, WeightsDiffer) as error:
-            raise DeliveryRefused(str(error)) from error
-
-    def take_part(self) -> None:
-        """Join the gathers of sharded weights for the other ranks' sake."""
-        self.sender.take_part()
-
-    def close(self) -> None:
-        """Give buckets and socket back."""
-        self.sender.close()
-
-
-class LocalDelivery:
-    """A delivery to a backend in this process, compared with what its model expects before the first tensor."""
-
-    def __init__(self, model: nn.Module, settings: BackendSettings, dtype: torch.dtype, verify: str) -> None:
-        self.sender = WeightSender(model, transport="in_process", dtype=dtype, verify=verify)
-        self.expected = expected_weights(
-            settings.model, dtype, revision=settings.revision, trust_remote_code=settings.trust_remote_code
-        )
-
-    def __call__(self, backend: Backend, model: nn.Module, version: int) -> None:
-        """Load the weights of `model`. Raises WeightError."""
-
-        def load(receiver: LocalReceiver) -> None:
-            receiver.check_manifest(self.expected)
-            backend.load_weights(receiver.tensors())
-
-        self.sender.source.model = model
-        self.sender.attach(load, tied=True)
-        self.sender.send(version)
-
-
 def make_choreography(
-    config: Config, engine: Engine, actor: Actor, critic: Critic | None, device: torch.device
+    config: Config,
+    engine: Engine,
+    actor: Actor,
+    critic: Critic | None,
+    device: torch.device,
+    sharing: Sharing | None = None,
 ) -> Choreography:
     """Who holds the device's memory when; the embedded engine only has copies of weights to give back."""
     models = [part for part in (actor, critic) if part is not None]
     pairs = [(part.model, part.optimizer.torch_optimizer) for part in models]
     level = sleep_level(config, device) if choose_engine(config).name == "vllm" else 1
     memory = Choreography(engine, level, movable_parts(config.rollout.offload, pairs, device))
+    if sharing is not None and sharing.weights is not None:
+        memory.sleep_level = 0  # the weights are the trainer's: the engine has only keys and values to give back
+        sharing.when_given_up = lambda: setattr(memory, "sleep_level", level)
     if isinstance(engine, ExternalEngine):
         engine.around_delivery = memory.trainer_present
     memory.begin(wait=device.type == "cuda" and config.rollout.devices is None)
@@ -288,10 +196,10 @@ def make_probe(config: Config, engine: Engine, actor: Actor, prompts: PromptSet)
 
 
 def engine_lines(parts: Parts) -> list[str]:
-    """The engine that was started and what it does to memory; nothing about the embedded one."""
+    """The engine that was started and what it does to memory; little about the embedded one."""
     engine, config = parts.engine, parts.config
     if not isinstance(engine, ExternalEngine):
-        return []
+        return parts.sharing.lines()
     info, settings = engine.ready(), engine.settings
     sizes = budget(
         config,
@@ -300,6 +208,7 @@ def engine_lines(parts: Parts) -> list[str]:
         sleep_level=parts.memory.sleep_level,
         total_bytes=device_bytes(parts.device),
         bucket_gib=config.rollout.bucket_gib,
+        in_place=parts.sharing.weights is not None,
     )
     share = "" if settings.memory_fraction is None else f", at most {settings.memory_fraction:.2f} of the GPU"
     where = "in this process" if config.rollout.vllm_in_process else "in a process of its own"
@@ -307,6 +216,6 @@ def engine_lines(parts: Parts) -> list[str]:
         f"engine        {info.name} {where}, {settings.dtype} on {settings.device}: {info.kv_tokens} tokens of keys "
         f"and values, context {info.context}{share}",
         *(f"              {warning}" for warning in info.warnings),
-        *([f"              rollout.zero_copy: not here: {parts.delivered_because}"] if parts.delivered_because else []),
+        *parts.sharing.lines(),
         *sizes.lines(),
     ]

@@ -7,7 +7,7 @@ update actor -> sync weights -> log. What the plan does not ask for does not run
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ from fastrl.trainer.records import mean_advantages, sample_records
 from fastrl.trainer.reporter import Reporter
 from fastrl.trainer.selection import EntropyController, select_tokens
 from fastrl.trainer.sequence import counts_loss, merge_seen
+from fastrl.trainer.shared_engine import Sharing
 from fastrl.trainer.validation import Validator
 
 
@@ -65,7 +66,7 @@ class Parts:
     device: torch.device
     total_steps: int
     num_overlong_prompts: int = 0
-    delivered_because: str = ""  # why rollout.zero_copy was not followed
+    sharing: Sharing = field(default_factory=Sharing)
 
 
 Packed = list[tuple[Tensor, list[MicroBatch]]]  # per optimizer batch: its sequences and their micro-batches

@@ -91,6 +91,7 @@ def budget(
     sleep_level: int,
     total_bytes: int | None = None,
     bucket_gib: float = 0.25,
+    in_place: bool = False,
 ) -> MemoryBudget:
     """The budget of one rank.
 
@@ -101,17 +102,18 @@ def budget(
         sleep_level: of the engine while the policy trains.
         total_bytes: memory of the device; None where there is none.
         bucket_gib: size of each of two staging buckets.
+        in_place: the engine computes with the trainer's weights, which are float32 or have masters beside them.
     """
     numbers = sum(p.numel() for p in model.parameters())  # of whole tensors, also where they are sharded
     held = sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in model.parameters())
     largest = max((sum(p.numel() for p in layer.parameters()) for layer in layers(model)), default=0)
     itemsize = 4 if config.run.dtype == "float32" else 2
     return MemoryBudget(
-        parameters=4 * held / GIB,
+        parameters=0.0 if in_place and itemsize == 4 else 4 * held / GIB,
         gradients=4 * held / GIB,
         optimizer=8 * held / GIB,
         layer=(4 + itemsize) * largest / GIB if held < numbers else 0.0,
-        buckets=2 * bucket_gib,
+        buckets=0.0 if in_place else 2 * bucket_gib,
         engine_weights=itemsize * numbers / config.rollout.tensor_parallel_size / GIB,
         kv=None if kv_bytes is None else kv_bytes / GIB,
         total=None if total_bytes is None else total_bytes / GIB,
@@ -121,10 +123,15 @@ def budget(
     )
 
 
-def engine_fraction(config: Config, model: nn.Module, device: torch.device) -> float:
-    """The part of a GPU that the engine may use, from what the trainer keeps there."""
+def engine_fraction(config: Config, model: nn.Module, device: torch.device, *, in_place: bool = False) -> float:
+    """The part of a GPU that the engine may use, weights in common counted in, from what the trainer keeps there."""
     sizes = budget(
-        config, model, kv_bytes=None, sleep_level=sleep_level(config, device), total_bytes=device_bytes(device)
+        config,
+        model,
+        kv_bytes=None,
+        sleep_level=0 if in_place else sleep_level(config, device),
+        total_bytes=device_bytes(device),
+        in_place=in_place,
     )
     return rounded_down(sizes.fraction())
 

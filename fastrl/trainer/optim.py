@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,6 +159,13 @@ class Optimizer:
                         "exp_avg": torch.zeros_like(p, memory_format=torch.preserve_format),
                         "exp_avg_sq": torch.zeros_like(p, memory_format=torch.preserve_format),
                     }
+
+    def with_masters(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """A state dict of the module as it is trained: here the parameters are the masters."""
+        return weights
+
+    def take_masters(self, weights: Mapping[str, Tensor]) -> None:
+        """Called after the module has loaded `weights`, which `with_masters` gave."""
 
     def state_dict(self) -> dict[str, Any]:
         """Counters, without the moments (`torch_optimizer` holds those)."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable
 from functools import partial
@@ -40,16 +39,16 @@ from fastrl.trainer.loop import Parts
 from fastrl.trainer.losses import LossSettings
 from fastrl.trainer.metrics import Metrics
 from fastrl.trainer.models import load_part, load_policy, load_trained_policy
-from fastrl.trainer.optim import Optimizer, Schedule, total_updates
+from fastrl.trainer.optim import Schedule, total_updates
+from fastrl.trainer.optimizers import actor_schedule, make_optimizer, number_of_steps
 from fastrl.trainer.plan import Plan, check_engine, make_plan
 from fastrl.trainer.precision import compute_dtype, resolve_device
 from fastrl.trainer.reference import Reference, WithoutAdapters
 from fastrl.trainer.router_loss import RouterLoss
 from fastrl.trainer.selection import EntropyController
 from fastrl.trainer.sequence import share_rows
-from fastrl.trainer.shared_engine import share_weights
+from fastrl.trainer.shared_engine import Sharing, share_weights
 from fastrl.trainer.validation import Validator
-from fastrl.trainer.view_optimizer import ViewOptimizer
 
 
 def seed_everything(seed: int) -> None:
@@ -84,26 +83,10 @@ def build(
     mesh = make_mesh(device, config.parallel.replicate, config.parallel.shard)
     model = load_trained_policy(config, dtype, device, mesh)
     check_fits(config, model, train, validation)
-    shared, delivered_because = share_weights(config, model)
-    schedule = actor_schedule(config, plan, total_steps)
-    actor = Actor(
-        model,
-        make_optimizer(
-            config,
-            model,
-            schedule,
-            "policy",
-            config.optim.weight_decay,
-            config.optim.max_grad_norm,
-            masters=None if shared is None else shared.masters,
-        ),
-        loss_settings(config),
-        temperature=config.rollout.temperature,
-        dtype=dtype,
-        gradient_in_forward=plan.gradient_in_forward,
-    )
+    sharing = share_weights(config, model)
+    actor = make_actor(config, plan, model, sharing, total_steps, dtype)
     stop_ids = frozenset(stop_token_ids(model, tokenizer)) | frozenset(config.rollout.stop_token_ids)
-    engine = make_engine(config, model, tokenizer, stop_ids, shared)
+    engine = make_engine(config, model, tokenizer, stop_ids, sharing)
     check_engine(config, engine)
     rewards = make_rewards(config)
     generator = Generator(
@@ -121,9 +104,7 @@ def build(
     reference = make_reference(config, plan, model, dtype, device, mesh)
     add_row_terms(config, actor, reference, mesh)
     critic = make_critic(config, plan, dtype, device, total_steps, mesh)
-    memory = make_choreography(config, engine, actor, critic, device)
-    if shared is not None:
-        memory.sleep_level = 0  # the weights are the trainer's: the engine has only keys and values to give back
+    memory = make_choreography(config, engine, actor, critic, device, sharing)
     ranks = sequence_groups(config.parallel.sequence)
     for part in (actor, reference, critic):
         if part is not None:
@@ -147,7 +128,22 @@ def build(
         device=device,
         total_steps=total_steps,
         num_overlong_prompts=train.num_dropped,
-        delivered_because=delivered_because,
+        sharing=sharing,
+    )
+
+
+def make_actor(
+    config: Config, plan: Plan, model: PreTrainedModel, sharing: Sharing, total_steps: int, dtype: torch.dtype
+) -> Actor:
+    """The trained policy with its optimizer."""
+    o, schedule = config.optim, actor_schedule(config, plan, total_steps)
+    return Actor(
+        model,
+        make_optimizer(config, model, schedule, "policy", o.weight_decay, o.max_grad_norm, masters=sharing.masters),
+        loss_settings(config),
+        temperature=config.rollout.temperature,
+        dtype=dtype,
+        gradient_in_forward=plan.gradient_in_forward,
     )
 
 
@@ -184,46 +180,6 @@ def load_data(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Promp
     limit = config.run.validation_max_prompts
     held_out = load_prompts(d.validation, tokenizer, split="validation", options=options, max_prompts=limit, **shared)
     return train, held_out
-
-
-def number_of_steps(config: Config, num_prompts: int) -> int:
-    """Training steps of the run: total_steps, or total_epochs x steps per epoch (the last partial batch is a step)."""
-    if config.optim.total_steps is not None:
-        return config.optim.total_steps
-    per_epoch = math.ceil(num_prompts / config.rollout.num_prompts_per_step)
-    return math.ceil(per_epoch * (config.optim.total_epochs or 1.0))
-
-
-def actor_schedule(config: Config, plan: Plan, total_steps: int) -> Schedule:
-    """The policy's schedule runs over its own updates: those after the critic's warm-up."""
-    o = config.optim
-    steps = total_steps - (config.critic.warmup_steps if plan.critic else 0)
-    total = total_updates(max(steps, 0), plan.updates_per_step, plan.epochs_per_batch)
-    return Schedule(o.lr, o.schedule, o.lr_warmup_updates, total, o.min_lr_ratio)
-
-
-def make_optimizer(
-    config: Config,
-    module: nn.Module,
-    schedule: Schedule,
-    name: str,
-    weight_decay: float,
-    max_grad_norm: float,
-    masters: dict[str, Tensor] | None = None,
-) -> Optimizer:
-    """AdamW with the run's moments and the model's own schedule, decay and clipping; `masters` are those of views."""
-    o = config.optim
-    options: dict[str, Any] = {
-        "name": name,
-        "betas": o.betas,
-        "eps": o.eps,
-        "weight_decay": weight_decay,
-        "max_grad_norm": max_grad_norm,
-        "max_skipped": o.max_skipped_updates,
-    }
-    if masters is not None:
-        return ViewOptimizer(module, schedule, masters=masters, **options)
-    return Optimizer(module, schedule, offload_moments=config.parallel.offload == "optimizer", **options)
 
 
 def make_critic(

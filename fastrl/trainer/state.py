@@ -29,7 +29,7 @@ def tensors_of(trainer: Trainer) -> dict[str, Any]:
 def model_state(model: torch.nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """State dicts of one model and its moments."""
     optimizer.make_state()
-    return {"model": trained_state(model), "optimizer": optimizer.torch_optimizer.state_dict()}
+    return {"model": optimizer.with_masters(trained_state(model)), "optimizer": optimizer.torch_optimizer.state_dict()}
 
 
 def progress_of(trainer: Trainer) -> dict[str, Any]:
@@ -82,10 +82,12 @@ def restore(trainer: Trainer, manager: CheckpointManager, path: str) -> dict[str
 
 def restore_weights(parts: Parts, path: str) -> None:
     """The policy's weights of a checkpoint, nothing else."""
-    wanted = {"policy": {"model": trained_state(parts.actor.model), "optimizer": {}}}
+    model, optimizer = parts.actor.model, parts.actor.optimizer
+    wanted = {"policy": {"model": optimizer.with_masters(trained_state(model)), "optimizer": {}}}
     tensors, state = load_checkpoint(path, wanted)
-    load_trained_state(parts.actor.model, tensors["policy"]["model"])
-    parts.memory.renew(parts.actor.model, state["version"])
+    load_trained_state(model, tensors["policy"]["model"])
+    optimizer.take_masters(tensors["policy"]["model"])
+    parts.memory.renew(model, state["version"])
 
 
 def load_model_state(
@@ -93,6 +95,7 @@ def load_model_state(
 ) -> None:
     """Weights, moments and counters of one model; rates, betas and decay stay those of the configuration."""
     load_trained_state(model, tensors["model"])
+    optimizer.take_masters(tensors["model"])
     groups = optimizer.torch_optimizer.param_groups
     configured = [{name: value for name, value in group.items() if name != "params"} for group in groups]
     optimizer.torch_optimizer.load_state_dict(tensors["optimizer"])

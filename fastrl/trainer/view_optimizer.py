@@ -16,7 +16,7 @@ from fastrl.trainer.optim import Optimizer, Schedule, parameter_groups
 
 
 class MasterAdamW(torch.optim.AdamW):
-    """AdamW on masters that writes the views after each step and keeps the masters in its state dict."""
+    """AdamW on masters that writes the views after each step."""
 
     def __init__(self, groups: list[dict[str, Any]], pairs: list[tuple[nn.Parameter, nn.Parameter]], **options: Any):
         super().__init__(groups, **options)
@@ -39,23 +39,9 @@ class MasterAdamW(torch.optim.AdamW):
         for view, _ in self.pairs:
             view.grad = None
 
-    def state_dict(self) -> dict[str, Any]:
-        """AdamW's state and the masters, in the order of the parameters."""
-        return super().state_dict() | {"masters": {i: master.detach() for i, (_, master) in enumerate(self.pairs)}}
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Put AdamW's state and the masters back, and write the views."""
-        rest = dict(state_dict)
-        masters = rest.pop("masters")
-        super().load_state_dict(rest)
-        for i, (_, master) in enumerate(self.pairs):
-            master.copy_(masters[i])
-        self.write_views()
-
 
 class ViewOptimizer(Optimizer):
-    """`Optimizer` for a module whose parameters are views.
+    """`Optimizer` for a module whose parameters are views. What it saves is what a module of masters would save.
 
     Args:
         module: its trained parameters are bf16 (or fp16) views of shared memory.
@@ -76,6 +62,7 @@ class ViewOptimizer(Optimizer):
         weight_decay: float = 0.0,
         max_grad_norm: float = 1.0,
         max_skipped: int = 3,
+        offload_moments: bool = False,
     ) -> None:
         views = {n: p for n, p in module.named_parameters() if p.requires_grad}
         held = nn.ParameterList(nn.Parameter(masters[n].detach().to(torch.float32)) for n in views)
@@ -84,10 +71,31 @@ class ViewOptimizer(Optimizer):
             parameter_groups(held, weight_decay), pairs, lr=schedule.peak, betas=betas, eps=eps, fused=True
         )
         super().__init__(
-            held, schedule, name=name, max_grad_norm=max_grad_norm, max_skipped=max_skipped, torch_optimizer=inner
+            held,
+            schedule,
+            name=name,
+            max_grad_norm=max_grad_norm,
+            max_skipped=max_skipped,
+            torch_optimizer=inner,
+            offload_moments=offload_moments,
         )
+        self.inner, self.module = inner, module
         for view, master in pairs:
             view.register_post_accumulate_grad_hook(_collector(master))
+
+    def with_masters(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """A state dict of the module with the masters in the place of their views, under each name of them."""
+        master_of = {id(view): master for view, master in self.inner.pairs}
+        named = self.module.named_parameters(remove_duplicate=False)
+        return weights | {n: master_of[id(p)].detach() for n, p in named if id(p) in master_of and n in weights}
+
+    @torch.no_grad()
+    def take_masters(self, weights: Mapping[str, Tensor]) -> None:
+        """Masters from a state dict with them, and the views anew."""
+        for name, master in self.with_masters(dict(weights)).items():
+            if master is not weights[name]:
+                master.copy_(weights[name])
+        self.inner.write_views()
 
 
 def _collector(master: nn.Parameter) -> Any:

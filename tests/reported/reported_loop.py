@@ -23,8 +23,8 @@ from fastrl.rollout.engine import Sample, SamplingParams
 from fastrl.trainer.generation import ScoredSample, build_batch
 from fastrl.trainer.metrics import Metrics
 from fastrl.trainer.optim import Optimizer, Schedule, total_updates
+from fastrl.trainer.optimizers import number_of_steps
 from fastrl.trainer.plan import make_plan
-from fastrl.trainer.setup import number_of_steps
 from fastrl.trainer.validation import Validator
 
 

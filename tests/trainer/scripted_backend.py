@@ -2,8 +2,11 @@
 
     token t of a sample = (sum of all weights + sum of the prompt + seed + t) mod 50,   log_prob t = -t/8
 
-Options: `step_s` slows every step; `die_at` names a file: the process kills itself in the step after it appears and
-removes it first; `hang_at` stops answering likewise; `die_in_update` ends it after the first tensor, once per file.
+With weights in common (`shared`) the sum is taken from them whenever the prefix cache is reset.
+
+Options: `refuse_shared` refuses such weights; `step_s` slows every step; `die_at` names a file: the process kills
+itself in the step after it appears and removes it first; `hang_at` stops answering likewise; `die_in_update` ends it
+after the first tensor, once per file.
 """
 
 from __future__ import annotations
@@ -14,15 +17,20 @@ import sys
 import time
 from pathlib import Path
 
+import torch
+
+from fastrl.dist.weight_plan import TensorSpec
 from fastrl.errors import EngineError
 from fastrl.rollout.backend import BackendInfo, Drawn, Load
 from fastrl.rollout.child import serve
+from fastrl.trainer.engine_child import BucketReceiver, Program, abandon
 
 VOCABULARY = 50
+WANTED = [("weight", (3, 2), torch.float32), ("bias", (3,), torch.float32)]
 
 
 class ScriptedBackend:
-    def __init__(self, settings):
+    def __init__(self, settings, shared=None):
         if settings.model == "unknown":
             raise EngineError("model.path = unknown: the scripted backend does not know it")
         if settings.model == "crash":
@@ -30,6 +38,9 @@ class ScriptedBackend:
         self.options, self.settings = settings.options, settings
         self.info = BackendInfo("scripted 1", 64, 1000, ("a warning",))
         self.total, self.running, self.calls = None, [], []
+        if shared is not None and settings.options.get("refuse_shared"):
+            raise EngineError("rollout.zero_copy: the scripted backend has no use for them")
+        self.shared = None if shared is None else shared.fit(WANTED)
 
     def add(self, draws, params):
         self.running = [(draw, [], params) for draw in draws]
@@ -78,6 +89,8 @@ class ScriptedBackend:
 
     def reset_prefix_cache(self):
         self.calls.append("reset")
+        if self.shared is not None:
+            self.total = int(sum(tensor.sum() for tensor in self.shared.values()))
 
     def sleep(self, level):
         self.calls.append(f"sleep {level}")
@@ -93,16 +106,19 @@ class ScriptedBackend:
             Path(self.options["calls"]).write_text("\n".join(self.calls))
 
 
+class ScriptedProgram(Program):
+    """An engine process whose expected weights are those of a small linear layer."""
+
+    def receiver(self, settings):
+        return make_receiver(settings) if self.shared is None else super().receiver(settings)
+
+
 def make_receiver(settings):
-    import torch
-
-    from fastrl.dist.weight_plan import TensorSpec
-    from fastrl.trainer.engine_child import Receiver
-
     shape = tuple(settings.options.get("shape", (3, 2)))
     expected = [TensorSpec("weight", shape, torch.float32), TensorSpec("bias", shape[:1], torch.float32)]
-    return lambda address: Receiver(address, expected)
+    return lambda address: BucketReceiver(address, expected)
 
 
 if __name__ == "__main__":
-    serve(int(sys.argv[1]), ScriptedBackend, make_receiver)
+    program = ScriptedProgram(ScriptedBackend)
+    serve(int(sys.argv[1]), program.backend, program.receiver, abandon)

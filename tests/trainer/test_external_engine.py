@@ -20,7 +20,7 @@ from fastrl.rollout.backend import BackendSettings, Draw
 from fastrl.rollout.engine import Engine, GenerationRequest, SamplingParams
 from fastrl.rollout.external import ExternalEngine
 from fastrl.rollout.process_link import ProcessLink, child_environment, draws_to_json
-from fastrl.trainer.engines import BucketSender
+from fastrl.trainer.engine_links import BucketSender
 
 HERE = Path(__file__).resolve().parent
 GREEN = SamplingParams(max_tokens=6)

@@ -22,6 +22,7 @@ from fastrl.rollout.engine import GenerationRequest, SamplingParams
 from fastrl.rollout.external import ExternalEngine
 from fastrl.run import run_training
 from fastrl.trainer.engines import make_engine
+from fastrl.trainer.shared_engine import share_weights
 
 pytestmark = [
     pytest.mark.vllm,
@@ -33,7 +34,8 @@ PROMPTS = [LONG, [*LONG, 7, 8], [1, 9, 11]]
 TOLERANCE = 1e-4  # fp32, nats
 
 
-def make(folder: str, model, *more: str) -> ExternalEngine:
+def make(folder: str, model, *more: str, with_sharing: bool = False):
+    """The engine of a run; on request also whether its weights are the trainer's."""
     config = load_config(
         [],
         [
@@ -45,9 +47,10 @@ def make(folder: str, model, *more: str) -> ExternalEngine:
         ],
     ).config
     stop_ids = frozenset(stop_token_ids(model, load_tokenizer(folder)))
-    engine = make_engine(config, model, load_tokenizer(folder), stop_ids)
+    sharing = share_weights(config, model)
+    engine = make_engine(config, model, load_tokenizer(folder), stop_ids, sharing)
     assert isinstance(engine, ExternalEngine)
-    return engine
+    return (engine, sharing) if with_sharing else engine
 
 
 def requests(temperature: float, step: int = 0, num_samples: int = 3) -> list[GenerationRequest]:

@@ -17,7 +17,8 @@ from fastrl.dist.weight_plan import TensorSpec
 from fastrl.dist.weight_source import ModelSource
 from fastrl.dist.zero_copy import SharedWeights, SharedWeightsReceiver, zero_copy_problem
 from fastrl.errors import WeightError
-from fastrl.trainer.optim import Schedule
+from fastrl.trainer.optim import Optimizer, Schedule
+from fastrl.trainer.state import load_model_state, model_state
 from fastrl.trainer.view_optimizer import ViewOptimizer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
@@ -172,27 +173,37 @@ def test_masters_follow_plain_adamw_in_float32_and_views_are_their_rounding():
     shared.close()
 
 
-def test_the_state_of_masters_survives_a_checkpoint():
-    first, second = Decoder(seed=1), Decoder(seed=2)
+def test_a_checkpoint_is_that_of_a_plain_run_and_continues_either_way():
+    """bf16 views save their float32 masters, under tied names too; a plain float32 model reads them, and back."""
+    first, second, plain = Decoder(seed=1), Decoder(seed=2), Decoder(seed=3)
     shared = [SharedWeights(m) for m in (first, second)]
     optimizers = [
         ViewOptimizer(m, Schedule(1e-2), name="policy", masters=s.masters) for m, s in zip((first, second), shared)
     ]
+    ordinary = Optimizer(plain, Schedule(1e-2), name="policy")
 
-    def step(model, optimizer):
-        F.cross_entropy(model(IDS)[:-1].float(), IDS[1:]).backward()
+    def step(model, optimizer, seed):
+        torch.manual_seed(seed)
+        for p in model.parameters():
+            (p * torch.randn(p.shape).bfloat16()).sum().backward()
         optimizer.step()
 
-    step(first, optimizers[0])
-    step(second, optimizers[1])
-    state = copy.deepcopy(optimizers[0].torch_optimizer.state_dict())
-    optimizers[1].torch_optimizer.load_state_dict(state)
-    step(first, optimizers[0])
-    step(second, optimizers[1])
-    for p, q in zip(first.parameters(), second.parameters()):
-        assert torch.equal(p, q)
-    for p, q in zip(optimizers[0].parameters, optimizers[1].parameters):
-        assert torch.equal(p, q)
+    step(first, optimizers[0], 0)
+    state = copy.deepcopy(model_state(first, optimizers[0]))
+    assert {t.dtype for t in state["model"].values()} == {torch.float32}
+    assert torch.equal(state["model"]["lm_head.weight"], optimizers[0].parameters[0])
+    load_model_state(second, optimizers[1], state, optimizers[0].state_dict())
+    load_model_state(plain, ordinary, copy.deepcopy(state), optimizers[0].state_dict())
+    for model, optimizer in ((first, optimizers[0]), (second, optimizers[1]), (plain, ordinary)):
+        step(model, optimizer, 1)
+    for p, q, m, r in zip(first.parameters(), second.parameters(), optimizers[1].parameters, plain.parameters()):
+        assert torch.equal(p, q) and torch.equal(p, m.bfloat16()) and torch.equal(m, r)
+    back = copy.deepcopy(model_state(plain, ordinary))
+    step(second, optimizers[1], 2)
+    load_model_state(second, optimizers[1], back, ordinary.state_dict())
+    for p, m, r in zip(second.parameters(), optimizers[1].parameters, plain.parameters()):
+        assert torch.equal(m, r) and torch.equal(p, r.bfloat16())
+    shared[1].check_views()
     for weights in shared:
         weights.close()
 

@@ -12,7 +12,7 @@ if __name__ == "__main__":
     model = plain_model(folder)
     torch.manual_seed(5)
     state, environment = torch.get_rng_state(), dict(os.environ)
-    engine = make(folder, model, "rollout.vllm_in_process=true")
+    engine = make(folder, model, "rollout.vllm_in_process=true", *sys.argv[2:])
     engine.ready()
     assert torch.equal(torch.get_rng_state(), state)
     assert dict(os.environ) == environment

@@ -9,6 +9,8 @@ from tiny_folder import write_tokenizer
 from tiny_models import VOCABULARY
 from transformers import (
     AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -31,6 +33,18 @@ _SIZES = {
 }
 BUILDERS = {
     "llama": lambda tied: LlamaForCausalLM(LlamaConfig(**_SIZES, tie_word_embeddings=tied)),
+    "gpt2": lambda tied: GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=VOCABULARY,
+            n_embd=128,
+            n_layer=2,
+            n_head=4,
+            n_positions=256,
+            bos_token_id=1,
+            eos_token_id=2,
+            tie_word_embeddings=tied,
+        )
+    ),
     "qwen2": lambda tied: Qwen2ForCausalLM(Qwen2Config(**_SIZES, tie_word_embeddings=tied)),
 }
 
@@ -42,7 +56,7 @@ def write_vllm_folder(folder: str | Path, kind: str, *, tied: bool, seed: int = 
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(torch.randn_like(parameter) * (0.2 if parameter.dim() > 1 else 0.1))
-            if "norm" in name:
+            if "norm" in name or ".ln_" in name:
                 parameter.add_(1.0)
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = 2, 0
     model.save_pretrained(folder)
