@@ -121,7 +121,7 @@ def check_cu_seqlens_values(op: str, cu_seqlens: torch.Tensor | None, total: int
         raise ValueError(f"{op}: cu_seqlens[0] = {first}: offsets start at 0")
     if cu_seqlens.shape[0] > 1:
         steps = cu_seqlens[1:] - cu_seqlens[:-1]
-        if bool((steps < 0).any()):
+        if int(steps.amin()) < 0:
             at = int((steps < 0).nonzero()[0])
             raise ValueError(
                 f"{op}: cu_seqlens[{at + 1}] = {int(cu_seqlens[at + 1])} is below cu_seqlens[{at}]: offsets never fall"

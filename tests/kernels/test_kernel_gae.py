@@ -130,6 +130,43 @@ def test_a_bad_value_stays_in_its_sequence():
     assert returns.isnan().tolist() == [False] * 4 + [True, True, False] + [False] * 5
 
 
+@pytest.mark.skipif(TRITON, reason="the scan on a CPU")
+@pytest.mark.parametrize("keep", [1.0, 0.8])
+@pytest.mark.parametrize("lengths", [[4, 0, 16, 17, 1, 33, 250, 3], [9000] + [2, 5] * 40, [700, 0, 1300]])
+def test_a_sequence_gets_the_same_bits_in_any_batch_and_layout(lengths, keep, monkeypatch):
+    if max(lengths) < 9000:  # several groups of sequences; the others together are too uneven for rows of equal length
+        monkeypatch.setattr("fastrl.kernels.scan_cpu.GROUP", 600)
+    total, sequences = sum(lengths), len(lengths)
+    mask = mask_of(total, 61, keep)
+    rewards, values = (poisoned(normal(total, seed), mask) for seed in (62, 63))
+    boot = normal(sequences, 64)
+    trained, after = torch.from_numpy(mask), torch.from_numpy(boot).float()
+    options = {"gamma": 0.99, "gae_lambda": 0.95}
+    got = gae(rewards, values, trained, bootstrap_values=after, cu_seqlens=cu(lengths), **options)
+    want = oracle.gae(seen(rewards), seen(values), mask, offsets_of(lengths), 0.99, 0.95, boot)
+    for x, y in zip(got, want, strict=True):
+        close(x, y)
+    borders = offsets_of(lengths)
+    for s in [i for i, n in enumerate(lengths) if n][:12]:
+        part, n = slice(int(borders[s]), int(borders[s + 1])), lengths[s]
+        mine = [x[part] for x in (rewards, values, trained)]
+        alone = gae(*mine, bootstrap_values=after[s : s + 1], cu_seqlens=cu([n]), **options)
+        beyond = [float("nan")] * 2 + [0] if s % 2 else [0] * 3
+        padded = [torch.nn.functional.pad(x, (0, 5 + s), value=y)[None] for x, y in zip(mine, beyond, strict=True)]
+        in_row = gae(*padded, bootstrap_values=after[s : s + 1], **options)
+        for x, y, z in zip(got, alone, in_row, strict=True):
+            assert torch.equal(x[part], y) and torch.equal(x[part], z[0, :n]) and not z[0, n:].any()
+
+
+@pytest.mark.skipif(TRITON, reason="the scan on a CPU")
+def test_no_value_finds_its_way_into_another_group(monkeypatch):
+    monkeypatch.setattr("fastrl.kernels.scan_cpu.GROUP", 64)
+    rewards = torch.from_numpy(normal(5 * 90, 65)).float().view(5, 90)
+    rewards[3, 40] = float("inf")
+    got, _ = gae(rewards, torch.zeros(5, 90), gamma=1.0, gae_lambda=0.9)
+    assert got.isfinite().sum() == 5 * 90 - 41 and not got[3, :41].isfinite().any()
+
+
 @pytest.mark.parametrize("gamma", [1.0, 0.9, 0.0])
 def test_discounted_returns_equal_the_loop(gamma):
     mask = mask_of(T, 41)

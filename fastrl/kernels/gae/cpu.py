@@ -28,6 +28,7 @@ def gae_cpu(
         after = None if bootstrap_values is None else bootstrap_values.to(dtype)
         found = fast_scan(rewards, values, mask, after, offsets, gamma, gamma * gae_lambda, dtype)
         if found is not None:
-            advantages, inside = found
-            return advantages, advantages + inside
+            advantages, returns = found
+            assert returns is not None
+            return advantages, returns
     return gae_reference(rewards, values, mask, bootstrap_values, lambda_per_sequence, cu_seqlens, gamma, gae_lambda)
