@@ -1,6 +1,6 @@
 """What a rollout backend is: an inference engine reduced to what training needs, driven one step at a time.
 
-A backend knows nothing of trainers, processes or prompts' texts. It is one file with one class (`vllm.py` is one); the
+A backend knows nothing of trainers, processes or prompts' texts. It is one class (`VLLMBackend` is one); the
 same class runs in the trainer's process (`LocalLink`) or in a child of its own (`ProcessLink`).
 """
 

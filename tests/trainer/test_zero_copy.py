@@ -367,7 +367,7 @@ import torch
 from vllm import LLM, SamplingParams
 from fastrl.dist.weight_plan import TensorSpec
 from fastrl.dist.zero_copy import SharedWeightsReceiver
-from fastrl.rollout.vllm_shared import use_shared_weights
+from fastrl.rollout.vllm.shared import use_shared_weights
 address, token, folder = sys.argv[1:]
 receiver = SharedWeightsReceiver(address, token, timeout_s=60)
 load_format = use_shared_weights(

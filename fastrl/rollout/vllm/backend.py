@@ -1,101 +1,26 @@
-"""vLLM as a rollout backend: token ids in and out, seeds per sample, log-probs of the distribution drawn from.
-
-The only file that imports vllm. It holds one engine in the process it runs in, which is a child of the trainer unless
-`rollout.vllm_in_process` is set. Weights come through vLLM's own weight-transfer extension point, as an iterator.
-"""
+"""The backend: samples in, samples out, one step at a time."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as torch_dist
-from torch import Tensor
-
-# Before vllm is imported: the engine's core stays in this process, and nothing is reported to anybody.
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-
 import vllm
-from vllm import EngineArgs, LLMEngine
-from vllm.config.weight_transfer import WeightTransferConfig
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
-from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from torch import Tensor
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.executor.abstract import Executor
-from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
-from fastrl.errors import EngineError, FastRLError
+from fastrl.errors import EngineError
 from fastrl.rollout.backend import BackendInfo, BackendSettings, Draw, Drawn, Load, SharedTensors
 from fastrl.rollout.engine import SamplingParams, WakePart
+from fastrl.rollout.vllm.shared import in_place
+from fastrl.rollout.vllm.start import start, version_warnings
+from fastrl.rollout.vllm.transfer import register
 
-TESTED_VERSION = "0.32"
-WEIGHT_BACKEND = "fastrl"
-BLOCK_TOKENS = 32  # of the key/value space on a CPU, where vLLM's own default of 128 shares few prompts
 PARTS = {"weights": "weights", "kv": "kv_cache"}
-
-
-@dataclass
-class NothingToAgree(WeightTransferInitInfo):
-    """The iterator is in this process: no address, no sizes."""
-
-
-@dataclass
-class Incoming(WeightTransferUpdateInfo):
-    """One update."""
-
-    weights: Iterable[tuple[str, Tensor]]
-
-
-class IteratorTransfer(WeightTransferEngine[NothingToAgree, Incoming]):
-    """vLLM's side of an update: checkpoint names, loaded layer by layer as they come out of an iterator."""
-
-    init_info_cls = NothingToAgree
-    update_info_cls = Incoming
-
-    def init_transfer_engine(self, init_info: NothingToAgree) -> None:
-        """Nothing to prepare."""
-
-    def start_weight_update(self) -> None:
-        """Parameters become placeholders that remember how each is loaded."""
-        initialize_layerwise_reload(self.model)
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load everything that the iterator gives."""
-        self.receive_weights(self.parse_update_info(update_info))
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    def receive_weights(self, update_info: Incoming) -> None:
-        """Load everything that the iterator gives."""
-        self.model.load_weights(update_info.weights)  # type: ignore[operator]
-
-    def finish_weight_update(self) -> None:
-        """Pack what is left into the layout of the kernels."""
-        finalize_layerwise_reload(self.model, self.model_config)
-
-    def shutdown(self) -> None:
-        """Nothing to release."""
-
-
-class OwnRendezvous(ExecutorWithExternalLauncher):
-    """One of several processes of an engine that meet at a file: vLLM names shared memory after it."""
-
-    address: str
-
-    def _distributed_args(self) -> tuple[str, int, int]:
-        _, rank, local_rank = super()._distributed_args()
-        return self.address, rank, local_rank
 
 
 class VLLMBackend:
@@ -106,7 +31,7 @@ class VLLMBackend:
         self.group: torch_dist.ProcessGroup | None = None
         if settings.tensor_parallel_size > 1:
             self._join(settings)
-        WeightTransferEngineFactory.register_engine(WEIGHT_BACKEND, IteratorTransfer)
+        register()
         self.engine = start(
             settings if shared is None else replace(settings, options=in_place(settings.options, shared))
         )
@@ -235,78 +160,6 @@ class VLLMBackend:
         self.engine.engine_core.shutdown()
 
 
-def in_place(options: dict[str, Any], shared: SharedTensors) -> dict[str, Any]:
-    """Options with which vLLM computes with somebody else's tensors."""
-    from fastrl.rollout.vllm_shared import sharing_unsupported, use_shared_weights
-
-    problem = sharing_unsupported()
-    if problem is not None:
-        raise EngineError(f"rollout.zero_copy: {problem}")
-    return options | {"load_format": use_shared_weights(shared.fit, shared.num_bytes)}
-
-
-def start(settings: BackendSettings) -> LLMEngine:
-    """The engine of these settings. Raises EngineError in words for what vLLM cannot do."""
-    given: dict[str, Any] = {
-        "model": settings.model,
-        "tokenizer": settings.tokenizer,
-        "skip_tokenizer_init": settings.tokenizer is None,
-        "revision": settings.revision,
-        "trust_remote_code": settings.trust_remote_code,
-        "dtype": settings.dtype,
-        "load_format": "auto" if settings.load_weights else "dummy",
-        "seed": settings.seed,
-        "max_model_len": settings.max_sequence_tokens,
-        "kv_cache_memory_bytes": settings.kv_bytes,
-        "max_num_seqs": settings.max_running,
-        "logprobs_mode": "processed_logprobs",
-        "enable_prefix_caching": True,
-        "disable_log_stats": True,
-        "generation_config": "vllm",  # the model's own file must not change how samples are drawn
-        "enforce_eager": settings.device == "cpu",  # compiling takes over a minute there
-        "enable_sleep_mode": settings.sleep_mode,
-        "weight_transfer_config": WeightTransferConfig(backend=WEIGHT_BACKEND),
-    }
-    if settings.memory_fraction is not None:
-        given["gpu_memory_utilization"] = settings.memory_fraction
-    if settings.device == "cpu":
-        given["block_size"] = BLOCK_TOKENS
-    if settings.tensor_parallel_size > 1:
-        given |= {
-            "tensor_parallel_size": settings.tensor_parallel_size,
-            "distributed_executor_backend": "external_launcher",
-        }
-    try:
-        config = EngineArgs(**(given | settings.options)).create_engine_config()
-        executor: Any = Executor.get_class(config)
-        if settings.tensor_parallel_size > 1:
-            executor = type("OwnRendezvous", (OwnRendezvous,), {"address": settings.rendezvous})
-        return LLMEngine(config, executor_class=executor, log_stats=False, multiprocess_mode=False)
-    except FastRLError:
-        raise
-    except Exception as error:  # vLLM raises many kinds, among them pydantic's
-        raise EngineError(explain(settings, error)) from error
-
-
-def explain(settings: BackendSettings, error: Exception) -> str:
-    """What vLLM said, and what to change."""
-    text = " ".join(str(error).split())[:600] or type(error).__name__
-    if isinstance(error, TypeError) and "unexpected keyword argument" in text:
-        return f"rollout.vllm_options: vLLM {vllm.__version__} has no such option ({text})"
-    if "are not supported" in text or "no vLLM implementation" in text or "Cannot find model module" in text:
-        return (
-            f"model.path = {settings.model}: vLLM does not know this architecture, use rollout.engine=native ({text})"
-        )
-    if "max_model_len" in text or "max_position_embeddings" in text:
-        return (
-            f"data.max_prompt_tokens + rollout.max_response_tokens = {settings.max_sequence_tokens} tokens are beyond "
-            f"the context of {settings.model}: lower one of them ({text})"
-        )
-    if "KV cache" in text or "kv cache" in text:
-        return f"the key/value space is too small or too large, change rollout.kv_budget_tokens ({text})"
-    return f"vLLM {vllm.__version__} did not start with {settings.model}: {text}"
-
-
 def sampling(draw: Draw, params: SamplingParams) -> vllm.SamplingParams:
     """vLLM's parameters of one sample."""
     return vllm.SamplingParams(
@@ -344,10 +197,3 @@ def reason_of(finish_reason: str | None) -> str:
     if finish_reason not in ("stop", "length", "abort"):
         raise EngineError(f"vLLM ended a sample with finish_reason = {finish_reason}")
     return finish_reason
-
-
-def version_warnings() -> list[str]:
-    """A warning when this is not the version that fastrl is tested with."""
-    if vllm.__version__.split("+")[0].startswith(f"{TESTED_VERSION}."):
-        return []
-    return [f"vLLM {vllm.__version__} is installed, fastrl is tested with {TESTED_VERSION}.x"]

@@ -19,10 +19,18 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from fastrl.errors import EngineError
-from fastrl.rollout.backend import Wanted
+from fastrl.rollout.backend import SharedTensors, Wanted
 
 LOAD_FORMAT = "fastrl_shared"
 Accept = Callable[[Wanted], Mapping[str, Tensor]]
+
+
+def in_place(options: dict[str, Any], shared: SharedTensors) -> dict[str, Any]:
+    """Options with which vLLM computes with somebody else's tensors."""
+    problem = sharing_unsupported()
+    if problem is not None:
+        raise EngineError(f"rollout.zero_copy: {problem}")
+    return options | {"load_format": use_shared_weights(shared.fit, shared.num_bytes)}
 
 
 def sharing_unsupported() -> str | None:

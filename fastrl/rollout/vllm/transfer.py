@@ -1,0 +1,67 @@
+"""vLLM's side of a weight update: its weight-transfer extension point, fed from an iterator in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+WEIGHT_BACKEND = "fastrl"
+
+
+@dataclass
+class NothingToAgree(WeightTransferInitInfo):
+    """The iterator is in this process: no address, no sizes."""
+
+
+@dataclass
+class Incoming(WeightTransferUpdateInfo):
+    """One update."""
+
+    weights: Iterable[tuple[str, Tensor]]
+
+
+class IteratorTransfer(WeightTransferEngine[NothingToAgree, Incoming]):
+    """vLLM's side of an update: checkpoint names, loaded layer by layer as they come out of an iterator."""
+
+    init_info_cls = NothingToAgree
+    update_info_cls = Incoming
+
+    def init_transfer_engine(self, init_info: NothingToAgree) -> None:
+        """Nothing to prepare."""
+
+    def start_weight_update(self) -> None:
+        """Parameters become placeholders that remember how each is loaded."""
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Load everything that the iterator gives."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def receive_weights(self, update_info: Incoming) -> None:
+        """Load everything that the iterator gives."""
+        self.model.load_weights(update_info.weights)  # type: ignore[operator]
+
+    def finish_weight_update(self) -> None:
+        """Pack what is left into the layout of the kernels."""
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        """Nothing to release."""
+
+
+def register() -> None:
+    """Make the transfer known to vLLM by its name, WEIGHT_BACKEND."""
+    WeightTransferEngineFactory.register_engine(WEIGHT_BACKEND, IteratorTransfer)
