@@ -137,14 +137,26 @@ def reward_functions(subject: Subject) -> Iterator[Finding]:
         if name.startswith("python:"):
             if problem := _python_problem(name.removeprefix("python:")):
                 yield error(key, text=f"{key} = {name}: {problem}")
+        elif name.startswith("model:"):
+            yield from _reward_model(subject, key, name.removeprefix("model:"))
         elif name == "reasoning_gym" and importlib.util.find_spec("reasoning_gym") is None:
             text = f"{key} = {name}: reasoning-gym is not installed: pip install 'fastrl[reasoning]'"
             yield Finding((key,), text, "missing_package")
         elif name not in BUILTIN_REWARDS:
             near = did_you_mean(closest(name, BUILTIN_REWARDS))
-            known = f"; known are {', '.join(BUILTIN_REWARDS)} and python:package.module:function"
+            known = f"; known are {', '.join(BUILTIN_REWARDS)} python:package.module:function and model:PATH"
             hint = f"; did you mean python:{name}?" if ":" in name or "." in name else near or known
             yield error(key, text=f"{key} = {name}: unknown reward function{hint}")
+
+
+def _reward_model(subject: Subject, key: str, path: str) -> Iterator[Finding]:
+    """A reward model's folder is there and has a tokenizer; one row goes to one score."""
+    folder = Path(path).expanduser()
+    if not path or (not folder.is_dir() and (path.startswith((".", "/", "~")) or path.count("/") > 1)):
+        yield error(key, text=f"{key} = model:{path}: no such folder; write model:FOLDER or model:HUB/NAME")
+    elif folder.is_dir() and not {f.name for f in folder.iterdir()} & TOKENIZER_FILES:
+        text = f"{key} = model:{path} has no tokenizer (none of {', '.join(sorted(TOKENIZER_FILES))})"
+        yield error(key, text=f"{text}: save the reward model's own beside it")
 
 
 def _python_problem(path: str) -> str | None:
@@ -204,6 +216,8 @@ def reward_settings(subject: Subject) -> Iterator[Finding]:
             yield error(key, text=f"{key} = {pattern!r} is no regular expression: {problem}")
         if function not in reward.functions:
             yield no_effect(key, f"reward.functions has no {function}")
+    if reward.model_max_tokens is not None and not any(f.startswith("model:") for f in reward.functions):
+        yield no_effect("reward.model_max_tokens", "reward.functions has no model:PATH")
     if reward.clip_min is not None and reward.clip_max is not None and reward.clip_min >= reward.clip_max:
         text = f"reward.clip_min = {reward.clip_min:g} is not below reward.clip_max = {reward.clip_max:g}"
         yield error("reward.clip_min", "reward.clip_max", text=text)

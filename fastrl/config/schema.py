@@ -49,7 +49,8 @@ class DataConfig(Section):
 
 
 class RewardConfig(Section):
-    functions: list[str] = Field(default_factory=lambda: ["math"], min_length=1, description="reward components: math, exact, regex, reasoning_gym or `python:package.module:function`")
+    functions: list[str] = Field(default_factory=lambda: ["math"], min_length=1, description="reward components: math, exact, regex, reasoning_gym or `python:package.module:function`, `model:PATH` (a sequence classification model, folder or hub name)")
+    model_max_tokens: int | None = Field(None, ge=1, description="longest prompt and response that a reward model scores, in tokens of its own; longer ones are unscorable; null takes the model's max_position_embeddings")
     weights: list[float] | None = Field(None, description="one weight per entry of reward.functions; null means 1 each")
     regex_pattern: str | None = Field(None, description="pattern that the whole response must match to score 1 under `regex`")
     answer_pattern: str | None = Field(None, description="pattern whose last match (group 1 if there is one) is the answer under `exact`; null takes the last number")

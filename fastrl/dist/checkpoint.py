@@ -10,6 +10,7 @@ A process killed at any moment leaves the previous checkpoint loadable. Every ra
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import re
@@ -106,7 +107,7 @@ class CheckpointManager:
             the checkpoint's folder.
 
         Raises:
-            CheckpointError: the disk is full (path, bytes needed and free) or a value cannot be saved. Nothing of the
+            CheckpointError: there is no room (why, path, bytes needed and free) or a value cannot be saved. Nothing of the
                 attempt stays, earlier checkpoints are untouched.
         """
         check_json(state)
@@ -123,8 +124,8 @@ class CheckpointManager:
         except BaseException as error:
             if rank() == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
-            if storage.is_disk_full(error):
-                raise self._disk_full(needed) from error
+            if (reason := storage.no_room(error)) is not None:
+                raise self._no_room(needed, reason) from error
             if isinstance(error, Exception) and not isinstance(error, CheckpointError):
                 raise CheckpointError(f"could not save {self.folder / name}: {_first_cause(error)}") from error
             raise
@@ -209,16 +210,18 @@ class CheckpointManager:
             return shutil.disk_usage(self.folder).free < needed
 
         if on_rank_zero(measure):
-            raise self._disk_full(needed)
+            raise self._no_room(needed, errno.ENOSPC)
 
-    def _disk_full(self, needed: int) -> CheckpointError:
-        free = shutil.disk_usage(self.folder).free
-        last = self.latest()
+    def _no_room(self, needed: int, reason: int) -> CheckpointError:
+        free, last = shutil.disk_usage(self.folder).free, self.latest()
+        action = "Free some space, lower run.keep_last_checkpoints, or set run.dir to another disk"
+        if reason == errno.EFBIG:
+            action = f"{storage.FILE_SIZE_ACTION}, or use more ranks, which each write a file of their own"
         return CheckpointError(
-            f"no room for a checkpoint in {self.folder}: needs {needed} bytes ({needed / 2**30:.2f} GiB), "
-            f"{free} bytes ({free / 2**30:.2f} GiB) are free"
+            f"no room for a checkpoint in {self.folder}: {storage.NO_ROOM[reason]}; it needs {needed} bytes "
+            f"({needed / 2**30:.2f} GiB), {free} bytes ({free / 2**30:.2f} GiB) are free"
             + (f"; {last.path} is intact" if last else "; there is no earlier checkpoint")
-            + ". Free some space, lower run.keep_last_checkpoints, or set run.dir to another disk"
+            + f". {action}"
         )
 
     def _prune(self, newest: Path) -> None:

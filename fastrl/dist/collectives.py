@@ -184,6 +184,15 @@ def all_gather_object(value: Any) -> list[Any]:
     return values
 
 
+def gather_objects(value: Any) -> list[Any]:
+    """The value of every rank, in rank order, on rank 0; an empty list on the others. For small host-side objects."""
+    if not is_distributed():
+        return [value]
+    values: list[Any] = [None] * world_size() if rank() == 0 else []
+    torch_dist.gather_object(value, values or None, group=current_group())
+    return values
+
+
 def broadcast_object(value: Any, source: int = 0) -> Any:
     """The value that rank `source` passed, on every rank."""
     if not is_distributed():

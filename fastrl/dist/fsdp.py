@@ -65,6 +65,7 @@ def shard_model(
         fully_shard(head, reshard_after_forward=True, **options)
         register(head)
     fully_shard(model, reshard_after_forward=False, **options)
+    setattr(model, "fastrl_on_host", offload_parameters)  # noqa: B010
     register(model)
     sum_in_backward(model)
     return model
@@ -102,7 +103,7 @@ def load_sharded(
             give_memory(model, torch.device("cpu") if offload_parameters else device)
             if isinstance(model, ValueModel):
                 read_weights(model.trunk, partial(stored_name, model), stored)
-                set_value_head(model, path)
+                set_value_head(model, path, options.get("revision"))
             else:
                 read_weights(model, str, stored)
             return model
@@ -164,8 +165,11 @@ def reshard(model: nn.Module) -> None:
 
 @contextmanager
 def resident(module: nn.Module, device: torch.device, *, offload: bool) -> Iterator[None]:
-    """`module` on `device` inside, its memory there given back afterwards where `offload` is set."""
-    if not offload or device.type == "cpu":
+    """`module` on `device` inside, its memory there given back afterwards where `offload` is set.
+
+    A model sharded with `offload_parameters` stays where it is: each layer is copied when it is gathered.
+    """
+    if not offload or device.type == "cpu" or getattr(module, "fastrl_on_host", False):
         yield
         return
     module.to(device)

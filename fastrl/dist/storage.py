@@ -25,7 +25,12 @@ from fastrl.errors import CheckpointError
 
 FORMAT_VERSION = 1
 MANIFEST, STATE, TREE, TENSORS = "manifest.json", "state.json", "tree.json", "tensors"
-DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+NO_ROOM = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "a disk quota is used up",
+    errno.EFBIG: "a file would be larger than this process or file system allows",
+}
+FILE_SIZE_ACTION = "Raise the file size limit (ulimit -f), or set run.dir to another file system"
 
 # What a .metadata file may name; everything else in it is refused instead of being imported.
 _ALLOWED = {
@@ -198,8 +203,8 @@ def damaged_files(folder: Path, manifest: dict[str, Any]) -> list[str]:
     return [problem for part in all_gather_object(problems) for problem in part]
 
 
-def is_disk_full(error: BaseException) -> bool:
-    """True when a full disk, a quota or a file size limit is at the root of `error`."""
+def no_room(error: BaseException) -> int | None:
+    """The errno (of NO_ROOM) when a full disk, a quota or a file size limit is at the root of `error`."""
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:
@@ -207,12 +212,12 @@ def is_disk_full(error: BaseException) -> bool:
         if current is None or id(current) in seen:
             continue
         seen.add(id(current))
-        if isinstance(current, OSError) and current.errno in DISK_FULL:
-            return True
+        if isinstance(current, OSError) and current.errno in NO_ROOM:
+            return current.errno
         if isinstance(current, dcp.CheckpointException):
             waiting += [failure[0] for failure in current.failures.values()]
         waiting += [current.__cause__, current.__context__]
-    return False
+    return None
 
 
 def _compare(path: Path, name: str, expected: dict[str, Any]) -> list[str]:

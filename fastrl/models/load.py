@@ -10,7 +10,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
@@ -22,6 +22,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging as transformers_logging
 
 from fastrl.errors import ModelError
 from fastrl.models.attention import IMPLEMENTATION
@@ -31,12 +32,14 @@ from fastrl.models.hub import local_files_only
 from fastrl.models.layers import compile_layers
 from fastrl.models.liger import apply_liger, choose_liger
 from fastrl.models.recompute import recompute_layers
-from fastrl.models.stream import fill, parameters_on_meta
+from fastrl.models.stream import fill, local_folder, parameters_on_meta, weight_files
 from fastrl.models.training_layout import choose_attention
 from fastrl.models.verify import refuse_by_name, verify
 
 BUILTIN_TINY = "builtin:tiny"
 VALUE_HEAD_FILE = "value_head.safetensors"
+STORED_SCORE = "score.weight"  # the head of transformers' sequence classifiers
+NO_CONFIG = "config.json: it is no Hugging Face model folder"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -90,7 +93,7 @@ def load_model(
     Raises:
         ModelError: the folder is missing or incomplete, or the architecture cannot be trained exactly.
     """
-    source = _check_source(path, ("config.json",), "config.json: it is no Hugging Face model folder")
+    source = _check_source(path, ("config.json",), NO_CONFIG)
     parameter_dtype = torch.float64 if _as_dtype(dtype) == torch.float64 else torch.float32
     choose_attention(torch.device(device), _as_dtype(dtype), attention)
     hub = _hub_options(source, revision, trust_remote_code)
@@ -167,6 +170,9 @@ def prepare_model(
     """Make a causal LM in memory ready: own attention, no dropout, verified; returns the same object."""
     refuse_by_name(model.config, path)
     model.set_attn_implementation(IMPLEMENTATION)
+    if model.dtype == torch.float64:  # grouped products of experts know no float64; a model without experts refuses
+        with contextlib.suppress(ValueError):
+            model.set_experts_implementation("eager")
     setattr(model, "fastrl_attention", attention)  # noqa: B010
     disable_dropout(model)
     if model.device.type == "cpu":
@@ -187,6 +193,7 @@ class ValueModel(nn.Module):
     def __init__(self, trunk_module: nn.Module, attention: str, causal_prefix: str = "model") -> None:
         super().__init__()
         self.trunk = trunk_module
+        self.stored_head: str | None = None  # tensor of the model's own files that the head is read from
         self.causal_prefix = causal_prefix  # what precedes the names of the trunk's parameters in the causal LM
         config: Any = trunk_module.config
         self.config = config
@@ -221,8 +228,47 @@ def load_critic(path: str, **options: Any) -> ValueModel:
     return critic
 
 
-def set_value_head(critic: ValueModel, path: str) -> None:
-    """The value head saved beside the model at `path`, else zeros; whole or sharded."""
+def load_reward_model(path: str, **options: Any) -> ValueModel:
+    """A frozen sequence classification model with one label, as a value model: the score is its head of a row.
+
+    Args:
+        path: folder or hub name (`model:PATH` in reward.functions).
+        options: those of `load_model`.
+
+    Raises:
+        ModelError: as `load_model`, or the files hold no `score.weight` of one label.
+    """
+    stored = weight_files(local_folder(_check_source(path, ("config.json",), NO_CONFIG), options.get("revision")))
+    if stored is None or STORED_SCORE not in stored:
+        raise ModelError(
+            f"reward model {path}: no safetensors file holds {STORED_SCORE}; it must be a sequence classification "
+            "model of a decoder (LlamaForSequenceClassification and the like), saved as safetensors"
+        )
+    with safe_open(stored[STORED_SCORE], "pt") as file:
+        labels = file.get_slice(STORED_SCORE).get_shape()[0]
+    if labels != 1:
+        raise ModelError(f"reward model {path}: {STORED_SCORE} has {labels} labels; a score is one number, num_labels=1")
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # a classifier has no language head: nothing reads the one made for it
+    try:
+        causal = load_model(path, **options)
+    finally:
+        transformers_logging.set_verbosity(before)
+    model = ValueModel(trunk(causal), options.get("attention", "auto"), str(causal.base_model_prefix))
+    model.stored_head = STORED_SCORE
+    model.eval().requires_grad_(False)
+    if not options.get("skeleton"):
+        set_value_head(model, path, options.get("revision"))
+    return model
+
+
+def set_value_head(critic: ValueModel, path: str, revision: str | None = None) -> None:
+    """The head in the model's own files, the value head saved beside the model, else zeros; whole or sharded."""
+    if critic.stored_head is not None:
+        stored = weight_files(local_folder(resolve_path(path), revision)) or {}
+        with safe_open(stored[critic.stored_head], "pt") as file:
+            fill(critic.value_head.weight, file.get_slice(critic.stored_head))
+        return
     saved, weight = Path(resolve_path(path)).expanduser() / VALUE_HEAD_FILE, critic.value_head.weight
     fill(weight, load_file(saved)["weight"] if saved.is_file() else torch.zeros(weight.shape))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fastrl.errors import RewardError
 
@@ -48,6 +48,16 @@ class Failure:
 
 
 Outcome = float | None | Failure
+
+
+class Judge(Protocol):
+    """A scorer in the trainer's process, e.g. a reward model."""
+
+    def __call__(self, samples: Sequence[RewardSample]) -> Sequence[Outcome]:
+        """One outcome per sample of a `collect`, which may have none: ranks call it equally often."""
+
+    def take_tokens(self) -> int:
+        """Tokens scored since the last call."""
 
 
 @dataclass(frozen=True)

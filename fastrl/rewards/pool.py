@@ -1,7 +1,8 @@
 """The reward pool: samples go in as generation finishes them, scores come out in order once all are judged.
 
 `exact` and `regex` are computed where they are asked for, in microseconds. `math`, `reasoning_gym` and Python
-functions run in processes that are killed when a call takes too long. Each function judges each sample once.
+functions run in processes that are killed when a call takes too long. Reward models are handed in as functions that
+`collect` calls with all samples, while the processes work. Each function judges each sample once.
 """
 
 from __future__ import annotations
@@ -10,20 +11,21 @@ import math
 import queue
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
 from fastrl.errors import ConfigError, RewardError
 from fastrl.rewards import builtin
-from fastrl.rewards.base import Failure, Outcome, RewardResult, RewardSample, combine_outcomes
-from fastrl.rewards.processes import AsyncLane, Job, Setup, SyncLane
+from fastrl.rewards.base import Failure, Judge, Outcome, RewardResult, RewardSample, combine_outcomes
+from fastrl.rewards.processes import ELSEWHERE, AsyncLane, Job, Setup, SyncLane
 from fastrl.rewards.shaping import clip_score
 from fastrl.rewards.shaping import overlong_penalty as overlong_penalty_of
 from fastrl.rewards.signatures import Signature
 
 NAMES = ("math", "exact", "regex", "reasoning_gym")
+MODEL = "model:"  # and the folder or hub name of a reward model
 INLINE_STEPS = 1e6  # backtracking steps (about 10 ms) that a pattern may take outside a killable process
 MAX_ERRORS = 5
 
@@ -43,7 +45,7 @@ class RewardPool:
     """Scores responses with weighted functions.
 
     Args:
-        functions: `math`, `exact`, `regex`, `reasoning_gym` or `python:package.module:function`.
+        functions: `math`, `exact`, `regex`, `reasoning_gym`, `python:package.module:function` or `model:PATH`.
         weights: one per function; None means 1 each.
         timeout_s: a call that takes longer is killed, its samples are unscorable; seconds.
         num_workers: processes for `math`, `reasoning_gym` and synchronous Python functions.
@@ -51,9 +53,10 @@ class RewardPool:
         regex_pattern: of `regex`. answer_pattern: of `exact`; None takes the last number.
         max_response_tokens, overlong_buffer_tokens, overlong_penalty: see `shaping.overlong_penalty`.
         clip_min, clip_max: bounds of the final score; None is no bound.
+        judges: what scores for each `model:PATH` among the functions, by that name.
 
     Raises:
-        ConfigError: an unknown function or pattern, or another number of weights than functions.
+        ConfigError: an unknown function or pattern, another number of weights than functions, or a model without judge.
         RewardError: a Python function cannot be loaded.
     """
 
@@ -72,7 +75,11 @@ class RewardPool:
         overlong_penalty: float = 1.0,
         clip_min: float | None = None,
         clip_max: float | None = None,
+        judges: Mapping[str, Judge] | None = None,
     ) -> None:
+        self.judges = judges or {}
+        if missing := [f for f in functions if f.startswith(MODEL) and f not in self.judges]:
+            raise ConfigError(f"reward.functions: {', '.join(missing)} needs a model that scores (judges)")
         self.paths = [_check_name(name).removeprefix("python:") for name in functions]
         self.names = component_names(functions)
         self.weights = [1.0] * len(self.names) if weights is None else [float(w) for w in weights]
@@ -103,10 +110,11 @@ class RewardPool:
 
     def _start_lanes(self, num_workers: int, settings: dict[str, Any]) -> None:
         """Threads for the reward processes; a process itself starts with its first job, Python functions at once."""
-        setup = Setup(list(zip(self.names, self.paths)), settings, self.timeout_s)
+        paths = [ELSEWHERE if path.startswith(MODEL) else path for path in self.paths]
+        setup = Setup(list(zip(self.names, paths)), settings, self.timeout_s)
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._async_jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        has_python = any(path not in NAMES for path in self.paths)
+        has_python = any(path not in (*NAMES, ELSEWHERE) for path in paths)
         self._lanes = [SyncLane(setup, self._jobs, eager=has_python and i == 0) for i in range(num_workers)]
         self._async_lanes: list[AsyncLane] = []
         self._signatures: list[Signature | None] = [None] * len(self.names)
@@ -127,7 +135,7 @@ class RewardPool:
         self._pending.append(pending)
         for index in range(len(self.names)):
             signature = self._signatures[index]
-            if signature and signature.is_batch:
+            if self.paths[index] in self.judges or (signature and signature.is_batch):
                 continue  # judged together, by collect
             settled, outcome = self._inline(index, sample)
             if settled:
@@ -147,6 +155,7 @@ class RewardPool:
             for index, signature in enumerate(self._signatures):
                 if signature and signature.is_batch and taken:
                     self._enqueue(index, taken, [pending.payload for pending in taken])
+            self._ask_judges(taken)
             with self._changed:
                 while any(pending.num_open for pending in taken):
                     self._changed.wait(timeout=1.0)
@@ -155,6 +164,13 @@ class RewardPool:
                 pending.discarded = True
             raise
         return self._result(taken)
+
+    def _ask_judges(self, taken: list[_Pending]) -> None:
+        """Each model scores all samples at once, also none: on several ranks all of them call it."""
+        for index, path in enumerate(self.paths):
+            if path in self.judges:
+                for pending, outcome in zip(taken, self.judges[path]([pending.sample for pending in taken])):
+                    pending.outcomes[index] = outcome
 
     def discard(self) -> None:
         """Forget what was submitted and not collected, e.g. after generation was interrupted."""
@@ -283,19 +299,21 @@ def _component(outcome: Outcome) -> float:
 
 
 def _check_name(name: str) -> str:
-    if name in NAMES or (name.startswith("python:") and name.count(":") >= 2):
+    if name in NAMES or (name.startswith("python:") and name.count(":") >= 2) or name.removeprefix(MODEL) not in ("", name):
         return name
     close = get_close_matches(name, NAMES, n=1)
     hint = f"; did you mean {close[0]}?" if close else ""
-    known = f"{', '.join(NAMES)} or python:package.module:function"
+    known = f"{', '.join(NAMES)}, python:package.module:function or model:PATH"
     raise ConfigError(f"reward.functions: unknown reward {name!r}{hint} (known: {known})")
 
 
 def component_names(functions: Sequence[str]) -> list[str]:
-    """What `reward.functions` are called as components: a Python function by its own name, repeats numbered."""
+    """What `reward.functions` are called as components: a Python function by its own name, a model by the last part of
+    its path, repeats numbered."""
     names: list[str] = []
     for function in functions:
-        base = function.rsplit(":", 1)[-1]
+        is_model = function.startswith(MODEL)
+        base = function.rstrip("/").rsplit("/", 1)[-1].removeprefix(MODEL) if is_model else function.rsplit(":", 1)[-1]
         taken = sum(name == base or name.rsplit("_", 1)[0] == base for name in names)
         names.append(f"{base}_{taken + 1}" if taken else base)
     return names

@@ -18,6 +18,7 @@ from typing import Any
 from fastrl.errors import RewardError
 from fastrl.rewards.base import Failure
 
+ELSEWHERE = "elsewhere"  # in the place of a function that no reward process calls
 START_TIMEOUT_S = 120.0  # importing the functions' modules counts here, not in a call's own limit
 ASYNC_GRACE_S = 5.0  # silence of an event loop, beyond the time limit, that counts as blocked
 BOOT = (

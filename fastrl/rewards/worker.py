@@ -20,6 +20,7 @@ from typing import Any
 from fastrl.errors import RewardError
 from fastrl.rewards import builtin
 from fastrl.rewards.base import Failure, check_batch_scores, check_score
+from fastrl.rewards.processes import ELSEWHERE
 from fastrl.rewards.signatures import (
     MissingColumn,
     Signature,
@@ -46,6 +47,10 @@ BUILTIN: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
 }
 
 
+def _never(payload: Any, settings: Any) -> None:
+    raise AssertionError("this component is scored in the trainer's process")
+
+
 class Judges:
     """The functions of this process, by index."""
 
@@ -53,7 +58,9 @@ class Judges:
         self.settings = settings
         self.functions: list[tuple[str, Callable[..., Any], Signature | None]] = []
         for name, path in specs:
-            if path in BUILTIN:
+            if path == ELSEWHERE:
+                self.functions.append((name, _never, None))
+            elif path in BUILTIN:
                 self.functions.append((name, BUILTIN[path], None))
             else:
                 function = import_function(path)

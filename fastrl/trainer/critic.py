@@ -45,14 +45,7 @@ class Critic:
 
     def rows(self, micro: MicroBatch, index: Tensor) -> Tensor:
         """Values of the trunk rows `index` [N], in the masters' type."""
-        head = self.model.value_head
-
-        def forward() -> Tensor:
-            with autocast(self.dtype, micro.input_ids.device):
-                hidden = trunk_rows(self.model, micro)[index]
-            return head(hidden.to(head.weight.dtype)).squeeze(-1)
-
-        return inside(self.model, forward)
+        return value_rows(self.model, micro, index, self.dtype)
 
     @torch.no_grad()
     def values(
@@ -98,3 +91,15 @@ class Critic:
             metrics.add("value/loss", total, 1 / world_size())
             record_update(metrics, "critic_", self.optimizer, norm, lr, applied)
         return applied
+
+
+def value_rows(model: ValueModel, micro: MicroBatch, index: Tensor, dtype: torch.dtype) -> Tensor:
+    """The value head of the trunk rows `index` [N] of a micro-batch, in the masters' type; `dtype` is computed in."""
+    head = model.value_head
+
+    def forward() -> Tensor:
+        with autocast(dtype, micro.input_ids.device):
+            hidden = trunk_rows(model, micro)[index]
+        return head(hidden.to(head.weight.dtype)).squeeze(-1)
+
+    return inside(model, forward)

@@ -30,7 +30,7 @@ from fastrl.trainer.choreography import Choreography, movable_parts
 from fastrl.trainer.critic import Critic
 from fastrl.trainer.engine_choice import choose_engine
 from fastrl.trainer.engine_links import make_link
-from fastrl.trainer.memory_budget import budget, device_bytes, engine_fraction, sleep_level
+from fastrl.trainer.engine_memory import budget, device_bytes, engine_fraction, sleep_level
 from fastrl.trainer.probe import DeliveryProbe
 from fastrl.trainer.shared_engine import Sharing
 

@@ -114,6 +114,8 @@ class Generator:
         """Count what the reward functions declined and what the bounds moved."""
         metrics.add_sum("reward/abstained", self.abstained)
         metrics.add_sum("reward/clipped", self.clipped)
+        for judge in self.rewards.judges.values():
+            metrics.add_sum("reward/model_tokens", judge.take_tokens())
         if self.rewards.shapes_length:
             penalties = torch.tensor(self.length_penalties, dtype=torch.float64)
             metrics.add_mean("reward/overlong_penalty", penalties)

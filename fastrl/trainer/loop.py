@@ -36,7 +36,7 @@ from fastrl.trainer.normalizers import optimizer_batch, remaining
 from fastrl.trainer.observe import batch_metrics, mismatch_metrics, rollout_metrics
 from fastrl.trainer.plan import Plan
 from fastrl.trainer.probe import DeliveryProbe
-from fastrl.trainer.records import mean_advantages, sample_records
+from fastrl.trainer.records import kept_records, mean_advantages
 from fastrl.trainer.reporter import Reporter
 from fastrl.trainer.selection import EntropyController, select_tokens
 from fastrl.trainer.sequence import counts_loss, merge_seen
@@ -113,7 +113,7 @@ class Trainer:
                 self.reporter.log(0, values)
         while self.step_number < total:
             batch, values = self.step()
-            last, held_out = self.step_number == total, []
+            last, held_out = self.step_number == total, None
             if last or is_due(self.step_number, run.validation_every_steps):
                 figures, held_out = self.validate()
                 values |= figures
@@ -126,20 +126,22 @@ class Trainer:
             if stopping:
                 raise Terminated(f"asked to stop: step {self.step_number} of {total} is saved, --resume continues")
 
-    def validate(self) -> tuple[dict[str, float], list[ScoredSample]]:
-        """Score the held-out prompts, if there are any; returns the `val/...` figures and the samples."""
+    def validate(self) -> tuple[dict[str, float], list[ScoredSample] | None]:
+        """Score the held-out prompts; returns the `val/...` figures and this rank's samples, None without prompts."""
         if self.parts.validator is None:
-            return {}, []
+            return {}, None
         with self.metrics.timer("validate"):
             samples = self.parts.validator.run(self.metrics)
         return self.metrics.reduce(), samples
 
-    def keep_samples(self, batch: RolloutBatch | None, held_out: list[ScoredSample]) -> None:
-        """Write the step's samples when due, the held-out ones whenever there are some."""
-        number, every = self.step_number, self.config.logging.rollouts_every_steps
-        records = list(sample_records(held_out, number, split="validation"))
-        if batch is not None and is_due(number, every):
-            records = [*sample_records(self.samples, number, advantages=mean_advantages(batch)), *records]
+    def keep_samples(self, batch: RolloutBatch | None, held_out: list[ScoredSample] | None) -> None:
+        """Write all ranks' samples: the step's when due, the held-out ones whenever there was a validation."""
+        number, logging, records = self.step_number, self.config.logging, []
+        limit = logging.rollouts_max_samples
+        if batch is not None and is_due(number, logging.rollouts_every_steps):
+            records = kept_records(self.samples, number, limit=limit, advantages=mean_advantages(batch))
+        if held_out is not None and logging.rollouts_every_steps:
+            records += kept_records(held_out, number, limit=limit, split="validation")
         if self.writer is not None and records:
             self.writer.write(number, records)
 

@@ -16,6 +16,7 @@ METRICS: dict[str, str] = {
     "reward/group_of_one": "groups with a single sample that counts (advantage 0 under group estimators), groups; sum",
     "reward/unscorable": "samples whose reward raised, timed out or was not a number (left out, never 0), samples; sum",
     "reward/abstained": "component values that a reward function declined to give, values; sum",
+    "reward/model_tokens": "tokens that the reward models scored, prompts and templates included, tokens; sum over ranks",
     "reward/clipped": "scores moved to reward.clip_min or reward.clip_max, samples; sum",
     "reward/overlong_penalty": "soft length penalty added to the scores (0 or less), reward units; mean over samples",
     "reward/overlong_fraction": "samples in the soft penalty zone, fraction; mean over samples",

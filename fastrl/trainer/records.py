@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
 
 from fastrl.data.batch import FinishReason, RolloutBatch
-from fastrl.dist.collectives import all_gather_rows
+from fastrl.dist.collectives import all_gather_rows, gather_objects
 from fastrl.rollout.records import RolloutRecord
 from fastrl.trainer.generation import ScoredSample
 from fastrl.trainer.normalizers import sequence_sums
@@ -20,8 +22,27 @@ def mean_advantages(batch: RolloutBatch) -> dict[int, float]:
     return dict(zip(all_gather_rows(batch.sample_id).tolist(), all_gather_rows(means).tolist()))
 
 
+def kept_records(
+    samples: Sequence[ScoredSample],
+    step: int,
+    *,
+    limit: int,
+    advantages: Mapping[int, float] | None = None,
+    split: str = "train",
+) -> list[RolloutRecord]:
+    """The first `limit` records of all ranks by sample id, on rank 0; every rank calls this, the others get none.
+
+    Only what is kept travels, so that rank 0 holds `limit` records however many ranks there are.
+    """
+    ids = all_gather_rows(torch.tensor([s.sample_id for s in samples], dtype=torch.int64)).sort().values[:limit]
+    last = int(ids[-1]) if len(ids) else -1
+    own = [sample for sample in samples if sample.sample_id <= last]
+    parts = gather_objects(list(sample_records(own, step, advantages=advantages, split=split)))
+    return sorted((record for part in parts for record in part), key=lambda record: record.sample_id)
+
+
 def sample_records(
-    samples: Sequence[ScoredSample], step: int, *, advantages: dict[int, float] | None = None, split: str = "train"
+    samples: Sequence[ScoredSample], step: int, *, advantages: Mapping[int, float] | None = None, split: str = "train"
 ) -> Iterator[RolloutRecord]:
     """One record per sample; `advantages` are those of the finished step by sample id (`mean_advantages`)."""
     for sample in samples:

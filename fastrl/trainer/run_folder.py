@@ -16,6 +16,7 @@ from fastrl.config.schema import Config
 from fastrl.config.yaml_source import read_document
 from fastrl.dist.checkpoint import list_checkpoints
 from fastrl.dist.collectives import on_rank_zero, rank
+from fastrl.dist.storage import FILE_SIZE_ACTION
 from fastrl.errors import CheckpointError, ConfigError, FastRLError, TrainingError
 
 NOT_WRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
@@ -152,13 +153,16 @@ def leaving_nothing(folder: Path, *, fresh: bool) -> Iterator[None]:
 
 @contextmanager
 def writable(folder: Path) -> Iterator[None]:
-    """Says what is in the way where the disk under the run folder is full or read-only."""
+    """Says what is in the way where the disk under the run folder is full or read-only, or its files may not grow."""
     try:
         yield
     except OSError as error:
         if error.errno not in NOT_WRITABLE:
             raise
+        action = "make room or set run.dir to another disk"
+        if error.errno == errno.EFBIG:
+            action = FILE_SIZE_ACTION[:1].lower() + FILE_SIZE_ACTION[1:]
         raise TrainingError(
             f"cannot write {error.filename or f'in {folder}'}: {error.strerror}. Checkpoints that are there are "
-            "intact; make room or set run.dir to another disk, then go on with --resume"
+            f"intact; {action}, then go on with --resume"
         ) from error

@@ -24,7 +24,6 @@ from fastrl.errors import ConfigError
 from fastrl.models.cpu import keep_heap
 from fastrl.models.flops import forward_flops
 from fastrl.models.load import load_critic, load_tokenizer, stop_token_ids
-from fastrl.rewards import RewardPool
 from fastrl.rewards.pool import component_names
 from fastrl.rollout.engine import SamplingParams
 from fastrl.trainer.actor import Actor, PolicyModel
@@ -44,6 +43,7 @@ from fastrl.trainer.optimizers import actor_schedule, make_optimizer, number_of_
 from fastrl.trainer.plan import Plan, check_engine, make_plan
 from fastrl.trainer.precision import compute_dtype, resolve_device
 from fastrl.trainer.reference import Reference, WithoutAdapters
+from fastrl.trainer.rewards import make_judges, make_rewards
 from fastrl.trainer.router_loss import RouterLoss
 from fastrl.trainer.selection import EntropyController
 from fastrl.trainer.sequence import share_rows
@@ -88,7 +88,7 @@ def build(
     stop_ids = frozenset(stop_token_ids(model, tokenizer)) | frozenset(config.rollout.stop_token_ids)
     engine = make_engine(config, model, tokenizer, stop_ids, sharing)
     check_engine(config, engine)
-    rewards = make_rewards(config)
+    rewards = make_rewards(config, make_judges(config, dtype, device, mesh))
     generator = Generator(
         engine,
         tokenizer,
@@ -258,25 +258,6 @@ def sampling_params(config: Config, stop_ids: frozenset[int]) -> SamplingParams:
         stop=tuple(r.stop),
         stop_token_ids=tuple(sorted(stop_ids)),
         seed=config.run.seed,
-    )
-
-
-def make_rewards(config: Config) -> RewardPool:
-    """The reward components of the run."""
-    r = config.reward
-    return RewardPool(
-        r.functions,
-        r.weights,
-        timeout_s=r.timeout_s,
-        num_workers=r.num_workers,
-        max_failure_fraction=r.max_failure_fraction,
-        regex_pattern=r.regex_pattern,
-        answer_pattern=r.answer_pattern,
-        overlong_buffer_tokens=r.overlong_buffer_tokens,
-        overlong_penalty=r.overlong_penalty,
-        max_response_tokens=config.rollout.max_response_tokens,
-        clip_min=r.clip_min,
-        clip_max=r.clip_max,
     )
 
 

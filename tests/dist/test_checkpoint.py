@@ -388,6 +388,8 @@ def test_a_file_size_limit_while_writing(tmp_path):
     assert child(save) == 7
     message = (tmp_path / "message").read_text()
     assert "needs 5048576 bytes" in message
+    assert "a file would be larger than this process or file system allows" in message and "ulimit -f" in message
+    assert "the disk is full" not in message and "Free some space" not in message
     assert str(tmp_path) in message
     assert f"{second} is intact" in message
     assert sorted(p.name for p in tmp_path.iterdir()) == ["message", "step_000001", "step_000002"]

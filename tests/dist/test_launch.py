@@ -41,14 +41,29 @@ def metrics_of(run):
     return [{k: v for k, v in row.items() if not k.startswith(VOLATILE)} for row in rows]
 
 
+def rollouts_of(run):
+    """Lines of each step's file, their advantages apart (they agree to rounding)."""
+    files = {path.name: path.read_text().splitlines() for path in sorted((Path(run) / "rollouts").iterdir())}
+    rows = {name: [json.loads(line) for line in lines] for name, lines in files.items()}
+    return rows, {name: [row.pop("advantage") for row in lines if row["split"] == "train"] for name, lines in rows.items()}
+
+
 def test_two_processes_train_as_one_does(model, tmp_path):
-    short = ["run.dtype=float64", "optim.total_steps=2"]
-    one = metrics_of(train(short_run(model, tmp_path / "1", *short)))
-    two = metrics_of(train(short_run(model, tmp_path / "2", *short, "parallel.processes=2")))
-    assert len(one) == len(two) == 2
+    short = ["run.dtype=float64", "optim.total_steps=2", "rollout.num_prompts_per_step=5"]
+    short += ["data.validation=task:arithmetic", "data.validation_options={size: 3}", "logging.rollouts_max_samples=18"]
+    runs = [
+        train(short_run(model, tmp_path / "1", *short)),
+        train(short_run(model, tmp_path / "2", *short, "parallel.processes=2")),
+    ]
+    one, two = map(metrics_of, runs)
+    assert len(one) == len(two) == 3  # a validation, two steps
     for a, b in zip(one, two):
         assert a.keys() == b.keys()
         assert b == pytest.approx(a, rel=1e-9, abs=1e-12)
+    (rows, advantages), (other_rows, other_advantages) = map(rollouts_of, runs)
+    assert rows == other_rows and [len(lines) for lines in rows.values()] == [3, 18, 21]
+    assert [row["sample_id"] for row in rows["step_000001.jsonl"]] == list(range(18))
+    assert all(other_advantages[name] == pytest.approx(advantages[name], rel=1e-9, abs=1e-12) for name in rows)
 
 
 def test_an_error_of_all_ranks_comes_back_as_itself(model, tmp_path):

@@ -13,7 +13,7 @@ from fastrl.errors import TrainingError
 from fastrl.models.load import load_model
 from fastrl.rollout.kv_space import free_memory, kv_bytes, kv_bytes_per_token, wanted_kv_tokens
 from fastrl.trainer.choreography import Choreography, OptimizerState, Parameters, movable_parts
-from fastrl.trainer.memory_budget import MemoryBudget, budget, layers, rounded_down, sleep_level
+from fastrl.trainer.engine_memory import MemoryBudget, budget, layers, rounded_down, sleep_level
 
 
 class Recorder:

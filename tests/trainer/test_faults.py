@@ -245,7 +245,7 @@ def test_a_disk_that_is_full_from_the_start(model, tmp_path, room):
     process = start(tmp_path, short_run(model, tmp_path / "runs", "optim.total_steps=9"), limit)
     output = process.communicate(timeout=120)[0].decode()
     assert process.returncode == 1 and "Traceback" not in output, output
-    assert "cannot write" in output and "File too large" in output and "run.dir" in output
+    assert "cannot write" in output and "File too large" in output and "ulimit -f" in output and "run.dir" in output
 
 
 def wait_until_running(run, process, timeout_s=120):

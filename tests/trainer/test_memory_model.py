@@ -3,7 +3,7 @@
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fastrl.trainer.memory import (
+from fastrl.trainer.memory_plan import (
     BUCKET_BYTES,
     GIB,
     RESERVE_BYTES,

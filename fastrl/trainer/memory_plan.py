@@ -1,4 +1,7 @@
-"""How much device memory a run needs, worked out from the model's shape: what `docs/memory.md` is made from.
+"""How much device memory a run will need, worked out from a model's shape: what `docs/memory.md` is made from.
+
+Nothing is loaded and no run reads it: the engine's share of a GPU comes from the loaded model, in
+`fastrl.trainer.engine_memory`.
 
 P parameters, N ranks that shard them, H hidden size, L layers, V vocabulary, Hq / Hkv query and key heads of D, I width
 of the gated product, T rows of a micro-batch on one rank. Bytes per rank, bfloat16 compute over float32 masters:

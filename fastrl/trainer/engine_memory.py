@@ -1,4 +1,7 @@
-"""What lies on one GPU in each phase of a step, and how much of it the engine may take.
+"""What a loaded trainer keeps on one GPU in each phase of a step, and how much is left to the engine beside it.
+
+Read from the model at hand when a run starts. Whether a model of some shape fits at all, activations included, is
+worked out without loading one by `fastrl.trainer.memory_plan`.
 
 A step has three phases. The peak of each, per rank:
 
