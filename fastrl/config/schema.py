@@ -190,7 +190,7 @@ class LoggingConfig(Section):
     trackers: list[Literal["tensorboard", "wandb", "swanlab", "mlflow"]] = Field(default_factory=list, description="experiment trackers to write to, besides metrics.jsonl")
     project: str = Field("fastrl", description="project name given to the trackers")
     rollouts_every_steps: int = Field(1, ge=0, description="write generated samples to rollouts/ every so many steps; 0 is off")
-    rollouts_max_samples: int = Field(64, ge=1, description="samples written per step")
+    rollouts_max_samples: int = Field(64, ge=1, description="samples written per step, the first by sample id of all ranks together")
 
 
 class Config(Section):

@@ -77,7 +77,6 @@ METRICS: dict[str, str] = {
     # kl: distances between policies
     "kl/reference": "KL of the policy to the reference model by the estimator of the loss, nats; mean over tokens in the loss",
     "kl/reference/max": "largest per-token estimate against the reference, nats; maximum over tokens in the loss",
-    "kl/loss": "KL term of the loss before its coefficient, nats; mean over updates",
     "kl/old_k1": "movement of the policy inside the step, old minus new log-prob (k1), nats; mean over tokens in the loss",
     "kl/old_k3": "movement of the policy inside the step (k3, never negative), nats; mean over tokens in the loss",
     "kl/reward": "KL of the old policy to the reference as used in the rewards, nats; mean over samples of the mean over tokens",
