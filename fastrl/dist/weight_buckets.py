@@ -5,31 +5,36 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from fastrl.dist.weight_plan import ALIGN
+from fastrl.dist.weight_plan import ALIGN, Part
 from fastrl.errors import WeightError
 from fastrl.kernels.checks import FLOATS
 from fastrl.kernels.pack_weights import pack_weights
 
 NUM_SLOTS = 2
+Seen = Callable[[int, Tensor], None]
 
 
 class SendBuckets(Protocol):
     """The sender's side of a transport."""
 
     kind: str
+    sums_as_it_fills: bool  # whether `fill` calls `seen`; otherwise the bucket is read once more afterwards
 
     def offer(self) -> tuple[dict[str, Any], list[int]]:
         """What the receiver needs to open the buckets: message fields and file descriptors."""
         ...
 
-    def fill(self, slot: int, parts: Sequence[tuple[Tensor, torch.dtype, int]]) -> Tensor:
-        """Pack (flat tensor, wire dtype, byte offset) parts into a slot; returns its bytes [bucket_bytes] uint8."""
+    def fill(self, slot: int, parts: Sequence[Part], seen: Seen | None = None) -> Tensor:
+        """Pack (flat tensor, wire dtype, byte offset) parts into a slot; returns its bytes [bucket_bytes] uint8.
+
+        Where `sums_as_it_fills`, `seen(i, bytes)` is called with the bytes of part i while they are still in the cache.
+        """
         ...
 
     def opened(self, message: dict[str, Any]) -> None:
@@ -69,6 +74,7 @@ class SharedMemorySend:
     """Buckets in anonymous shared memory: it has no name, so nothing is left behind whoever is killed."""
 
     kind = "shared_memory"
+    sums_as_it_fills = True
 
     def __init__(self, bucket_bytes: int, num_slots: int = NUM_SLOTS) -> None:
         self.bucket_bytes = bucket_bytes
@@ -85,17 +91,20 @@ class SharedMemorySend:
     def offer(self) -> tuple[dict[str, Any], list[int]]:
         return {"transport": self.kind, "bucket_bytes": self.bucket_bytes}, self.descriptors
 
-    def fill(self, slot: int, parts: Sequence[tuple[Tensor, torch.dtype, int]]) -> Tensor:
+    def fill(self, slot: int, parts: Sequence[Part], seen: Seen | None = None) -> Tensor:
         bucket = self.slots[slot]
         device = parts[0][0].device
-        if device.type == "cpu":
-            pack_parts(parts, bucket)
-            return bucket
-        if self.staging is None:
-            self.staging = torch.empty(self.bucket_bytes, dtype=torch.uint8, device=device)
-        pack_parts(parts, self.staging)
-        used = max(offset + tensor.numel() * dtype.itemsize for tensor, dtype, offset in parts)
-        bucket[:used].copy_(self.staging[:used])  # returns when the bytes are in host memory
+        if device.type != "cpu":
+            if self.staging is None:
+                self.staging = torch.empty(self.bucket_bytes, dtype=torch.uint8, device=device)
+            pack_parts(parts, self.staging)
+            used = max(offset + tensor.numel() * dtype.itemsize for tensor, dtype, offset in parts)
+            bucket[:used].copy_(self.staging[:used])  # returns when the bytes are in host memory
+        for i, (tensor, dtype, offset) in enumerate(parts):
+            if device.type == "cpu":
+                pack_parts(parts[i : i + 1], bucket)
+            if seen is not None:
+                seen(i, bucket[offset : offset + tensor.numel() * dtype.itemsize])
         return bucket
 
     def opened(self, message: dict[str, Any]) -> None:
@@ -137,7 +146,7 @@ class SharedMemoryReceive:
         self.slots = []
 
 
-def pack_parts(parts: Sequence[tuple[Tensor, torch.dtype, int]], bucket: Tensor) -> None:
+def pack_parts(parts: Sequence[Part], bucket: Tensor) -> None:
     """Write flat tensors, cast to their wire types, at their byte offsets: one launch per run of equal wire types."""
     at = 0
     while at < len(parts):
@@ -154,7 +163,7 @@ def pack_parts(parts: Sequence[tuple[Tensor, torch.dtype, int]], bucket: Tensor)
         at = end
 
 
-def _pack_run(parts: Sequence[tuple[Tensor, torch.dtype, int]], room: Tensor, dtype: torch.dtype) -> None:
+def _pack_run(parts: Sequence[Part], room: Tensor, dtype: torch.dtype) -> None:
     tensors: list[Tensor] = []
     gap = torch.zeros(ALIGN // dtype.itemsize, dtype=dtype, device=room.device)
     at = begin = parts[0][2]

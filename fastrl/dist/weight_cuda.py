@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastrl.dist.weight_buckets import NUM_SLOTS, pack_parts
+from fastrl.dist.weight_buckets import NUM_SLOTS, Seen, pack_parts
 from fastrl.dist.weight_checksum import ROW_BYTES, checksum
+from fastrl.dist.weight_plan import Part
 from fastrl.errors import WeightError
 
 _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
@@ -109,6 +110,7 @@ class CudaIpcSend:
     """Buckets in the trainer's GPU memory."""
 
     kind = "cuda_ipc"
+    sums_as_it_fills = False  # one launch fills a bucket
 
     def __init__(self, bucket_bytes: int, device: torch.device, num_slots: int = NUM_SLOTS) -> None:
         self.bucket_bytes, self.device = bucket_bytes, device
@@ -154,7 +156,7 @@ class CudaIpcSend:
         ]
         self.must_wait.clear()
 
-    def fill(self, slot: int, parts: Sequence[tuple[Tensor, torch.dtype, int]]) -> Tensor:
+    def fill(self, slot: int, parts: Sequence[Part], seen: Seen | None = None) -> Tensor:
         with torch.cuda.device(self.device):
             if slot in self.must_wait:
                 torch.cuda.current_stream().wait_event(self.freed_events[slot])

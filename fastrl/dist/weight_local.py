@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from fastrl.dist.weight_checksum import partial_checksum
-from fastrl.dist.weight_plan import Bucket, Piece, TensorSpec, compare_manifests, names_of
-from fastrl.dist.weight_source import Part
+from fastrl.dist.weight_plan import Bucket, Part, Piece, TensorSpec, compare_manifests, names_by_tensor
 from fastrl.errors import WeightError
 
 
@@ -20,6 +19,7 @@ class LocalReceiver:
         self, version: int, specs: Sequence[TensorSpec], walk: Iterator[tuple[Bucket, list[Part]]], verify: bool
     ) -> None:
         self.version, self.manifest, self.verify, self.walk = version, list(specs), verify, walk
+        self.names = names_by_tensor(specs)
         self.checksums: dict[str, int] = {}
         self.sent: dict[str, int] = {}
         self.ready = self.finished = False
@@ -45,7 +45,7 @@ class LocalReceiver:
     def _tensor(self, spec: TensorSpec, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
         data = flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
         given = partial_checksum(data) if self.verify else None
-        for name in names_of(spec, self.manifest):
+        for name in self.names[spec.name]:
             yield name, flat.view(spec.shape)
         if given is not None:
             self._sums.append((spec.name, given, partial_checksum(data)))

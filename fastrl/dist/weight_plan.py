@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fastrl.dist.weight_checksum import ROW_BYTES
 from fastrl.errors import WeightError
 
 ALIGN = 64  # bytes: every piece starts at a multiple, so that wide loads and views of any type are possible
 MIN_BUCKET_BYTES = ROW_BYTES
+OVERLAPPING = 8  # buckets of an update, so that its ends work at the same time
+SMALL = 32 << 20  # bytes: a smaller bucket costs more in messages than it gains
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,13 @@ class Piece:
 
 
 Bucket = tuple[Piece, ...]
+Part = tuple[Tensor, torch.dtype, int]  # elements in a row, type they travel in, byte offset in the bucket
+
+
+def filled_bytes(manifest: Iterable[TensorSpec], bucket_bytes: int) -> int:
+    """How far each bucket of `bucket_bytes` is filled: an update of few, full buckets would not overlap."""
+    total = sum(spec.num_bytes for spec in manifest if spec.same_as is None)
+    return min(bucket_bytes, max(SMALL, -(-total // OVERLAPPING)))
 
 
 def plan_buckets(manifest: Sequence[TensorSpec], bucket_bytes: int) -> list[Bucket]:
@@ -105,9 +115,12 @@ def plan_buckets(manifest: Sequence[TensorSpec], bucket_bytes: int) -> list[Buck
     return buckets
 
 
-def names_of(spec: TensorSpec, manifest: Iterable[TensorSpec]) -> list[str]:
-    """Every name under which a tensor is wanted: its own, then those tied to it."""
-    return [spec.name, *(other.name for other in manifest if other.same_as == spec.name)]
+def names_by_tensor(manifest: Iterable[TensorSpec]) -> dict[str, list[str]]:
+    """Every name under which a tensor is wanted, by its first one: its own, then those tied to it."""
+    names: dict[str, list[str]] = {}
+    for spec in manifest:
+        names.setdefault(spec.same_as or spec.name, []).append(spec.name)
+    return names
 
 
 def compare_manifests(offered: Iterable[TensorSpec], expected: Iterable[TensorSpec]) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -12,11 +13,12 @@ from torch import Tensor
 from fastrl.dist.weight_buckets import NUM_SLOTS, ReceiveBuckets, SharedMemoryReceive
 from fastrl.dist.weight_checksum import partial_checksum
 from fastrl.dist.weight_cuda import CudaIpcReceive
-from fastrl.dist.weight_plan import TensorSpec, compare_manifests, names_of
+from fastrl.dist.weight_plan import TensorSpec, compare_manifests, names_by_tensor
+from fastrl.dist.weight_timeline import Timeline
 from fastrl.dist.weight_wire import LineClosed, connect, remove_abandoned
 from fastrl.errors import WeightError
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 
 class WeightReceiver:
@@ -38,6 +40,8 @@ class WeightReceiver:
     def __init__(self, address: str, token: str, *, tied: bool = False, timeout_s: float = 300.0) -> None:
         self.address, self.timeout_s = address, timeout_s
         self.manifest: list[TensorSpec] = []
+        self.names: dict[str, list[str]] = {}
+        self.timeline = Timeline()
         self.version: int | None = None
         self.checksums: dict[str, int] = {}
         self.buckets: ReceiveBuckets | None = None
@@ -62,8 +66,9 @@ class WeightReceiver:
                 break
             else:
                 raise WeightError(f"the trainer sent {message['kind']!r} where an update was expected")
-        self.version = int(message["version"])
+        self.version, self.timeline = int(message["version"]), Timeline()
         self.manifest = [TensorSpec.from_json(fields) for fields in message["manifest"]]
+        self.names = names_by_tensor(self.manifest)
         self.verify, self.checksums, self._sums, self._state = bool(message["verify"]), {}, {}, "begun"
         return self.version
 
@@ -97,7 +102,7 @@ class WeightReceiver:
         whole: dict[int, Tensor] = {}
         finished = False
         try:
-            while (message := self._receive(self.timeout_s))["kind"] == "bucket":
+            while (message := self._next())["kind"] == "bucket":
                 yield from self._bucket(message, whole)
             finished = True
             self._finish(message)
@@ -136,7 +141,7 @@ class WeightReceiver:
 
     def _bucket(self, message: dict[str, Any], whole: dict[int, Tensor]) -> Iterator[tuple[str, Tensor]]:
         assert self.buckets is not None
-        slot = int(message["slot"])
+        slot, number = int(message["slot"]), int(message["number"])
         room = self.buckets.read(slot)
         for index, start, count, offset in message["pieces"]:
             spec = self.manifest[index]
@@ -150,12 +155,14 @@ class WeightReceiver:
                 whole[index][start : start + count].copy_(piece)
             if start + count == spec.numel:
                 tensor = whole.pop(index, piece).view(spec.shape)
-                for name in names_of(spec, self.manifest):
-                    yield name, tensor
+                with self.timeline.span("load", number):
+                    for name in self.names[spec.name]:
+                        yield name, tensor
             if self.verify:
                 # after the engine has read it: a bucket that was overwritten under its eyes shows
-                part = partial_checksum(data, start * size)
-                self._sums[spec.name] = self._sums[spec.name] + part if start else part
+                with self.timeline.span("checksum", number):
+                    part = partial_checksum(data, start * size)
+                    self._sums[spec.name] = self._sums[spec.name] + part if start else part
         self.line.send({"kind": "free", "slot": slot, **self.buckets.release(slot)})
 
     def _finish(self, message: dict[str, Any]) -> None:
@@ -163,9 +170,16 @@ class WeightReceiver:
             raise WeightError(f"the trainer sent {message['kind']!r} in the middle of an update")
         sent = message["checksums"]
         self.checksums = {name: int(value) % 2**64 for name, value in self._sums.items()}
-        self.line.send({"kind": "done", "checksums": self.checksums})
+        self.line.send({"kind": "done", "checksums": self.checksums, "spans": self.timeline.to_json()})
         if sent is not None and sent != self.checksums:
             raise WeightError(differing(sent, self.checksums))
+
+    def _next(self) -> dict[str, Any]:
+        start = time.monotonic()
+        message = self._receive(self.timeout_s)
+        end = time.monotonic()
+        self.timeline.add("idle", int(message.get("number", -1)), start, end, end - start, 0.0)
+        return message
 
     def _receive(self, timeout_s: float | None) -> dict[str, Any]:
         try:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from fastrl.dist.weight_plan import Bucket, Piece, TensorSpec
+from fastrl.dist.weight_plan import Bucket, Part, Piece, TensorSpec
+from fastrl.dist.weight_timeline import Timeline
 
 LoraMode = Literal["merged", "adapter"]
 
@@ -80,23 +81,22 @@ class ModelSource:
         return self.dtype if self.dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
 
 
-Part = tuple[Tensor, torch.dtype, int]  # elements in a row, type they travel in, byte offset in the bucket
-
-
 class Gatherer:
     """Whole tensors, gathered ahead of their use. Every rank walks the same plan."""
 
-    def __init__(self, entries: list[Entry], specs: list[TensorSpec]) -> None:
-        self.entries, self.specs = entries, specs
+    def __init__(self, entries: list[Entry], specs: list[TensorSpec], timeline: Timeline) -> None:
+        self.entries, self.specs, self.timeline = entries, specs, timeline
         self.started: dict[int, Tensor] = {}
         self.flat: dict[int, Tensor] = {}
 
     def walk(self, plan: Sequence[Bucket]) -> Iterator[tuple[Bucket, list[Part]]]:
         """Each bucket with what goes into it; the gathering of the next one is under way meanwhile."""
         for number, bucket in enumerate(plan):
-            for ahead in plan[number : number + 2]:
-                self.start(ahead)
-            yield bucket, [self._part(piece) for piece in bucket]
+            with self.timeline.span("gather", number):
+                for ahead in plan[number : number + 2]:
+                    self.start(ahead)
+                parts = [self._part(piece) for piece in bucket]
+            yield bucket, parts
             for piece in bucket:
                 if piece.start + piece.count == self.specs[piece.index].numel:
                     self.flat.pop(piece.index, None)

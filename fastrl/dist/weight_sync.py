@@ -19,12 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from fastrl.dist.weight_buckets import NUM_SLOTS, SendBuckets, SharedMemorySend
-from fastrl.dist.weight_checksum import partial_checksum
 from fastrl.dist.weight_cuda import CudaIpcSend, cuda_ipc_problem
 from fastrl.dist.weight_local import LocalReceiver, one_by_one
-from fastrl.dist.weight_plan import Bucket, TensorSpec, plan_buckets
+from fastrl.dist.weight_plan import Bucket, TensorSpec, filled_bytes, plan_buckets
 from fastrl.dist.weight_receiver import PROTOCOL, WeightReceiver, differing
 from fastrl.dist.weight_source import Gatherer, LoraMode, ModelSource
+from fastrl.dist.weight_sums import Sums
+from fastrl.dist.weight_timeline import Span, Timeline, spans_from_json
 from fastrl.dist.weight_verify import VerifySchedule
 from fastrl.dist.weight_wire import Door, Line, LineClosed
 from fastrl.errors import WeightError
@@ -43,6 +44,8 @@ class Delivery:
     seconds: float
     checksums: dict[str, int] = field(default_factory=dict)  # by name; empty when the update was not verified
     transport: str = ""
+    sent: tuple[Span, ...] = ()  # what the sender did when
+    received: tuple[Span, ...] = ()  # what the receiver did when
 
 
 class WeightRefused(WeightError):
@@ -58,13 +61,17 @@ class _Update:
 
     def __init__(self, source: ModelSource, version: int, bucket_bytes: int | None) -> None:
         self.version, self.verify = version, True
+        self.timeline, self.received = Timeline(), list[Span]()
         entries = source.entries()
         self.specs = source.specs(entries)
-        self.plan = one_by_one(self.specs) if bucket_bytes is None else plan_buckets(self.specs, bucket_bytes)
-        gatherer = Gatherer(entries, self.specs)
+        self.plan = one_by_one(self.specs) if bucket_bytes is None else self._buckets(bucket_bytes)
+        gatherer = Gatherer(entries, self.specs, self.timeline)
         self.collective = gatherer.collective
         self.walk = gatherer.walk(self.plan)
         self.bytes = sum(spec.num_bytes for spec in self.specs if spec.same_as is None)
+
+    def _buckets(self, bucket_bytes: int) -> list[Bucket]:
+        return plan_buckets(self.specs, filled_bytes(self.specs, bucket_bytes))
 
     def drain(self) -> None:
         """Take part in the gathers that are left: the other ranks' engines still want their weights."""
@@ -156,7 +163,8 @@ class WeightSender:
         except WeightError:
             update.drain()
             raise
-        return Delivery(version, update.bytes, time.monotonic() - started, checksums, self.transport)
+        spans = tuple(update.timeline.spans.values()), tuple(update.received)
+        return Delivery(version, update.bytes, time.monotonic() - started, checksums, self.transport, *spans)
 
     def take_part(self) -> None:
         """Join the gathers of an update without an engine to send to: the engines of other ranks want theirs."""
@@ -274,7 +282,8 @@ class WeightSender:
             sums = self._send_buckets(line, update)
             checksums = {update.specs[i].name: int(value) % 2**64 for i, value in sums.items()}
             line.send({"kind": "end", "checksums": checksums if update.verify else None})
-            received = self._answer(line, ("done",))["checksums"]
+            answer = self._answer(line, ("done",))
+            update.received, received = spans_from_json(answer["spans"]), answer["checksums"]
             if received != checksums:
                 raise WeightsDiffer(differing(checksums, received))
             return checksums
@@ -295,21 +304,27 @@ class WeightSender:
     def _send_buckets(self, line: Line, update: _Update) -> dict[int, Tensor]:
         """Fill and announce every bucket; returns the checksum of each tensor, on its device."""
         assert self.buckets is not None
-        sums: dict[int, Tensor] = {}
+        sums, timeline = Sums(update.specs, update.timeline), update.timeline
         for number, (bucket, parts) in enumerate(update.walk):
             slot = number % NUM_SLOTS
             if number >= NUM_SLOTS:
-                self._wait_free(line, slot)
-            room = self.buckets.fill(slot, parts)
-            line.send({"kind": "bucket", "slot": slot, "pieces": [piece.to_json() for piece in bucket]})
-            if update.verify:
-                add_checksums(sums, room, bucket, update.specs)  # while the engine reads it, too
+                self._wait_free(line, update, number - NUM_SLOTS)
+            sums.begin(number, bucket)
+            with timeline.span("pack", number):
+                early = update.verify and self.buckets.sums_as_it_fills
+                room = self.buckets.fill(slot, parts, sums.add if early else None)
+            pieces = [piece.to_json() for piece in bucket]
+            line.send({"kind": "bucket", "slot": slot, "number": number, "pieces": pieces})
+            if update.verify and not early:
+                sums.add_all(room)  # while the engine reads it, too
         for number in range(max(0, len(update.plan) - NUM_SLOTS), len(update.plan)):
-            self._wait_free(line, number % NUM_SLOTS)
-        return sums
+            self._wait_free(line, update, number)
+        return sums.by_index
 
-    def _wait_free(self, line: Line, slot: int) -> None:
-        answer = self._answer(line, ("free",))
+    def _wait_free(self, line: Line, update: _Update, number: int) -> None:
+        slot = number % NUM_SLOTS
+        with update.timeline.span("wait", number):
+            answer = self._answer(line, ("free",))
         if answer["slot"] != slot:
             raise WeightError(f"the engine freed bucket {answer['slot']} where {slot} was due")
         assert self.buckets is not None
@@ -343,13 +358,3 @@ def last_words(line: Line) -> str | None:
             if message["kind"] == "failed":
                 return str(message["why"])
     return None
-
-
-def add_checksums(sums: dict[int, Tensor], room: Tensor, bucket: Bucket, specs: Sequence[TensorSpec]) -> None:
-    """Add the checksums of a bucket's pieces to those of their tensors."""
-    for piece in bucket:
-        dtype = specs[piece.index].dtype
-        assert dtype is not None
-        data = room[piece.offset : piece.offset + piece.count * dtype.itemsize]
-        part = partial_checksum(data, piece.start * dtype.itemsize)
-        sums[piece.index] = sums[piece.index] + part if piece.index in sums else part

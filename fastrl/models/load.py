@@ -247,7 +247,9 @@ def load_reward_model(path: str, **options: Any) -> ValueModel:
     with safe_open(stored[STORED_SCORE], "pt") as file:
         labels = file.get_slice(STORED_SCORE).get_shape()[0]
     if labels != 1:
-        raise ModelError(f"reward model {path}: {STORED_SCORE} has {labels} labels; a score is one number, num_labels=1")
+        raise ModelError(
+            f"reward model {path}: {STORED_SCORE} has {labels} labels; a score is one number, num_labels=1"
+        )
     before = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # a classifier has no language head: nothing reads the one made for it
     try:

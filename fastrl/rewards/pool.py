@@ -299,7 +299,11 @@ def _component(outcome: Outcome) -> float:
 
 
 def _check_name(name: str) -> str:
-    if name in NAMES or (name.startswith("python:") and name.count(":") >= 2) or name.removeprefix(MODEL) not in ("", name):
+    if (
+        name in NAMES
+        or (name.startswith("python:") and name.count(":") >= 2)
+        or name.removeprefix(MODEL) not in ("", name)
+    ):
         return name
     close = get_close_matches(name, NAMES, n=1)
     hint = f"; did you mean {close[0]}?" if close else ""

@@ -13,6 +13,7 @@ from fastrl.dist.weight_plan import TensorSpec
 from fastrl.dist.weight_receiver import WeightReceiver
 from fastrl.dist.weight_wire import remove_abandoned
 from fastrl.dist.zero_copy import SharedWeightsReceiver
+from fastrl.models.cpu import keep_heap
 from fastrl.rollout.backend import Backend, BackendSettings, SharedTensors
 from fastrl.rollout.child import Receiver, serve
 
@@ -104,6 +105,8 @@ def abandon(address: dict[str, Any]) -> None:
 
 def vllm_backend(settings: BackendSettings, shared: SharedTensors | None) -> Backend:
     """vLLM in this process."""
+    if settings.device == "cpu":
+        keep_heap()  # an update frees packed weights and makes new ones of the same sizes
     from fastrl.rollout.vllm import VLLMBackend
 
     return VLLMBackend(settings, shared)

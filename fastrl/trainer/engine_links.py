@@ -11,7 +11,7 @@ from torch import nn
 
 from fastrl.config.schema import Config
 from fastrl.dist.collectives import rank
-from fastrl.dist.weight_sync import LocalReceiver, WeightRefused, WeightsDiffer, WeightSender
+from fastrl.dist.weight_sync import Delivery, LocalReceiver, WeightRefused, WeightsDiffer, WeightSender
 from fastrl.dist.zero_copy import SharedWeights
 from fastrl.rollout.backend import Backend, BackendSettings, SharedTensors
 from fastrl.rollout.link import DeliveryRefused, Link, LocalLink
@@ -98,6 +98,7 @@ class BucketSender:
     def __init__(self, model: nn.Module, dtype: torch.dtype, timeout_s: float, **options: Any) -> None:
         self.sender = WeightSender(model, dtype=dtype, timeout_s=timeout_s, **options)
         self.timeout_s = timeout_s
+        self.last: Delivery | None = None
 
     def address(self) -> dict[str, Any]:
         """Where the child finds the sender."""
@@ -107,7 +108,7 @@ class BucketSender:
         """Deliver; see Sender.send."""
         self.sender.source.model = model
         try:
-            self.sender.send(version)
+            self.last = self.sender.send(version)
         except (WeightRefused, WeightsDiffer) as error:
             raise DeliveryRefused(str(error)) from error
 

@@ -29,7 +29,14 @@ FAMILIES = {
     "llama": lambda: LlamaForSequenceClassification(LlamaConfig(**SHAPE)),
     "qwen2": lambda: Qwen2Classifier(Qwen2Config(**SHAPE)),
 }
-SEQUENCES = [[5, 9, 8, 4, 33], [7], [21, 22, 23, 2, 9, 9, 40, 41, 42, 43, 44, 50], [6, 6, 2], [11, 12, 13, 0, 0], [30] * 9]
+SEQUENCES = [
+    [5, 9, 8, 4, 33],
+    [7],
+    [21, 22, 23, 2, 9, 9, 40, 41, 42, 43, 44, 50],
+    [6, 6, 2],
+    [11, 12, 13, 0, 0],
+    [30] * 9,
+]
 TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}: {{ m['content'] }}.{% endfor %}"
 
 
@@ -103,7 +110,9 @@ def test_what_the_model_reads(folders):
 def test_what_cannot_be_scored_is_a_failure(folders):
     outcomes = scorer(folders["llama"], max_tokens=5)([sample("2+2?", "4"), sample("2+2?", "45"), sample("", "")])
     assert isinstance(outcomes[0], float)
-    assert isinstance(outcomes[1], Failure) and "6 tokens long, more than 5 (reward.model_max_tokens)" in str(outcomes[1])
+    assert isinstance(outcomes[1], Failure) and "6 tokens long, more than 5 (reward.model_max_tokens)" in str(
+        outcomes[1]
+    )
     assert isinstance(outcomes[2], Failure) and "no token" in str(outcomes[2])
 
 

@@ -16,6 +16,8 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from fastrl.rollout.vllm.direct import DirectLoad, Proof, plan_direct
+
 WEIGHT_BACKEND = "fastrl"
 
 
@@ -32,17 +34,20 @@ class Incoming(WeightTransferUpdateInfo):
 
 
 class IteratorTransfer(WeightTransferEngine[NothingToAgree, Incoming]):
-    """vLLM's side of an update: checkpoint names, loaded layer by layer as they come out of an iterator."""
+    """vLLM's side of an update: checkpoint names out of an iterator, loaded layer by layer by vLLM, or by a plan."""
 
     init_info_cls = NothingToAgree
     update_info_cls = Incoming
+    plan: DirectLoad | str | None = None  # None before the first update; a text says why there is none
+    proof = Proof()
 
     def init_transfer_engine(self, init_info: NothingToAgree) -> None:
         """Nothing to prepare."""
 
     def start_weight_update(self) -> None:
-        """Parameters become placeholders that remember how each is loaded."""
-        initialize_layerwise_reload(self.model)
+        """Parameters become placeholders that remember how each is loaded, unless there is a plan."""
+        if not isinstance(self.plan, DirectLoad):
+            initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Load everything that the iterator gives."""
@@ -52,11 +57,19 @@ class IteratorTransfer(WeightTransferEngine[NothingToAgree, Incoming]):
 
     def receive_weights(self, update_info: Incoming) -> None:
         """Load everything that the iterator gives."""
-        self.model.load_weights(update_info.weights)  # type: ignore[operator]
+        if isinstance(self.plan, DirectLoad):
+            self.plan.load(update_info.weights)
+            return
+        self.proof = Proof(noting=self.plan is None)
+        self.model.load_weights(self.proof.watched(update_info.weights))  # type: ignore[operator]
 
     def finish_weight_update(self) -> None:
-        """Pack what is left into the layout of the kernels."""
+        """Pack what is left into the layout of the kernels; make the plan for the updates to come."""
+        if isinstance(self.plan, DirectLoad):
+            return
         finalize_layerwise_reload(self.model, self.model_config)
+        if self.plan is None:
+            self.plan = plan_direct(self.model, self.proof)
 
     def shutdown(self) -> None:
         """Nothing to release."""

@@ -1,0 +1,16 @@
+"""vLLM's weights are written by a plan from the second update on, and are what its own loader would have made."""
+
+import importlib.util
+
+import pytest
+from test_vllm_engine import run
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make test-vllm"),
+]
+
+
+@pytest.mark.parametrize(("kind", "tied"), [("llama", "tied"), ("qwen2", "untied")])
+def test_direct_load(tmp_path, kind, tied):
+    assert "direct load: fine" in run("vllm_direct_load.py", str(tmp_path), kind, tied)
