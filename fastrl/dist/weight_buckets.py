@@ -31,7 +31,7 @@ class SendBuckets(Protocol):
         ...
 
     def fill(self, slot: int, parts: Sequence[Part], seen: Seen | None = None) -> Tensor:
-        """Pack (flat tensor, wire dtype, byte offset) parts into a slot; returns its bytes [bucket_bytes] uint8.
+        """Pack (runs of elements, wire dtype, byte offset) parts into a slot; returns its bytes [bucket_bytes] uint8.
 
         Where `sums_as_it_fills`, `seen(i, bytes)` is called with the bytes of part i while they are still in the cache.
         """
@@ -93,18 +93,18 @@ class SharedMemorySend:
 
     def fill(self, slot: int, parts: Sequence[Part], seen: Seen | None = None) -> Tensor:
         bucket = self.slots[slot]
-        device = parts[0][0].device
+        device = parts[0][0][0].device
         if device.type != "cpu":
             if self.staging is None:
                 self.staging = torch.empty(self.bucket_bytes, dtype=torch.uint8, device=device)
             pack_parts(parts, self.staging)
-            used = max(offset + tensor.numel() * dtype.itemsize for tensor, dtype, offset in parts)
+            used = max(offset + num_bytes(runs, dtype) for runs, dtype, offset in parts)
             bucket[:used].copy_(self.staging[:used])  # returns when the bytes are in host memory
-        for i, (tensor, dtype, offset) in enumerate(parts):
+        for i, (runs, dtype, offset) in enumerate(parts):
             if device.type == "cpu":
                 pack_parts(parts[i : i + 1], bucket)
             if seen is not None:
-                seen(i, bucket[offset : offset + tensor.numel() * dtype.itemsize])
+                seen(i, bucket[offset : offset + num_bytes(runs, dtype)])
         return bucket
 
     def opened(self, message: dict[str, Any]) -> None:
@@ -157,21 +157,27 @@ def pack_parts(parts: Sequence[Part], bucket: Tensor) -> None:
                 end += 1
             _pack_run(parts[at:end], bucket[begin:], dtype)
         else:
-            tensor = parts[at][0]
-            room = bucket[begin : begin + tensor.numel() * dtype.itemsize]
-            room.view(dtype).copy_(tensor)
+            room, first = bucket[begin : begin + num_bytes(parts[at][0], dtype)].view(dtype), 0
+            for run in parts[at][0]:
+                room[first : first + run.numel()].copy_(run)
+                first += run.numel()
         at = end
+
+
+def num_bytes(runs: Sequence[Tensor], dtype: torch.dtype) -> int:
+    """Bytes of the runs in the type they travel in."""
+    return sum(run.numel() for run in runs) * dtype.itemsize
 
 
 def _pack_run(parts: Sequence[Part], room: Tensor, dtype: torch.dtype) -> None:
     tensors: list[Tensor] = []
     gap = torch.zeros(ALIGN // dtype.itemsize, dtype=dtype, device=room.device)
     at = begin = parts[0][2]
-    for tensor, _, offset in parts:
+    for runs, _, offset in parts:
         if offset > at:  # parts lie back to back apart from the alignment
             tensors.append(gap[: (offset - at) // dtype.itemsize])
-        tensors.append(tensor)
-        at = offset + tensor.numel() * dtype.itemsize
+        tensors += runs
+        at = offset + num_bytes(runs, dtype)
     pack_weights(tensors, room[: at - begin], dtype)
 
 

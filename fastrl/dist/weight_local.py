@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastrl.dist.weight_checksum import partial_checksum
-from fastrl.dist.weight_plan import Bucket, Part, Piece, TensorSpec, compare_manifests, names_by_tensor
+from fastrl.dist.weight_plan import SMALL, Bucket, Part, Piece, TensorSpec, compare_manifests, names_by_tensor
 from fastrl.errors import WeightError
 
 
@@ -36,8 +36,10 @@ class LocalReceiver:
         """The tensors of the update, each valid until the loop advances."""
         if not self.ready:
             raise WeightError("tensors() needs check_manifest() before it")
-        for (piece,), ((flat, dtype, _),) in self.walk:
-            yield from self._tensor(self.manifest[piece.index], flat.to(dtype).contiguous())
+        for bucket, parts in self.walk:
+            for piece, (runs, dtype, _) in zip(bucket, parts, strict=True):
+                flat = runs[0] if len(runs) == 1 else torch.cat(runs)
+                yield from self._tensor(self.manifest[piece.index], flat.to(dtype).contiguous())
         for name, given, seen in self._sums:
             self.sent[name], self.checksums[name] = int(given) % 2**64, int(seen) % 2**64
         self.finished = True
@@ -55,6 +57,13 @@ class LocalReceiver:
         raise WeightError(f"the engine could not load the update: {why}")
 
 
-def one_by_one(specs: Sequence[TensorSpec]) -> list[Bucket]:
-    """A plan of whole tensors."""
-    return [(Piece(i, 0, spec.numel, 0),) for i, spec in enumerate(specs) if spec.same_as is None]
+def whole_tensors(specs: Sequence[TensorSpec], together: int = SMALL) -> list[Bucket]:
+    """A plan of whole tensors, gathered together up to about `together` bytes."""
+    buckets: list[Bucket] = []
+    size = 0
+    for i, spec in enumerate(specs):
+        if spec.same_as is None:
+            piece, first = Piece(i, 0, spec.numel, 0), not buckets or size + spec.num_bytes > together
+            buckets = [*buckets, (piece,)] if first else [*buckets[:-1], (*buckets[-1], piece)]
+            size = spec.num_bytes if first else size + spec.num_bytes
+    return buckets

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastrl.dist.weight_source import Entry, gather, named_tensors, wait
+from fastrl.dist.weight_source import Entry, named_tensors
 from fastrl.errors import WeightError
 
 WRAPPER = "base_model.model."
@@ -37,17 +37,19 @@ def merged_entries(model: nn.Module) -> Iterator[Entry]:
         if owner is None:
             yield Entry(plain_name(name), tensor)
         elif name == f"{owner}.base_layer.weight":
-            add = _merge(owner, adapted[owner])
-            yield Entry(plain_name(name), tensor, finish=add)
+            add, matrices = _merge(owner, adapted[owner])
+            yield Entry(plain_name(name), tensor, finish=add, beside=matrices)
         elif name.startswith(f"{owner}.base_layer."):
             yield Entry(plain_name(name), tensor)
 
 
 def merged_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """(name, whole tensor) of `merged_entries`, one at a time; of a sharded model every rank takes part."""
+    from fastrl.dist.weight_gather import whole
+
     for entry in merged_entries(model):
-        whole = wait(gather(entry.tensor, None))
-        yield entry.name, whole if entry.finish is None else entry.finish(whole)
+        tensors = whole(entry.tensor, *entry.beside)
+        yield entry.name, tensors[0] if entry.finish is None else entry.finish(*tensors)
 
 
 def adapter_entries(model: nn.Module) -> Iterator[Entry]:
@@ -79,19 +81,20 @@ def _active(owner: str, module: Any) -> list[str]:
     return names
 
 
-def _merge(owner: str, module: Any) -> Callable[[Tensor], Tensor]:
+def _merge(owner: str, module: Any) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
+    """What makes W + sum of scaling B A of the whole W, A, B, A, B ...; and these A and B."""
     active = _active(owner, module)
-    disabled = bool(getattr(module, "disable_adapters", False)) or bool(getattr(module, "merged", False))
+    if getattr(module, "disable_adapters", False) or getattr(module, "merged", False):
+        active = []
 
-    def finish(weight: Tensor) -> Tensor:
-        if disabled:
+    def finish(weight: Tensor, *matrices: Tensor) -> Tensor:
+        if not matrices:
             return weight
         wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
         total = weight.to(wide)
-        for name in active:
-            down, up = (wait(gather(getattr(module, part)[name].weight, None)) for part in ("lora_A", "lora_B"))
+        for name, down, up in zip(active, matrices[::2], matrices[1::2], strict=True):
             delta = (up.to(wide) @ down.to(wide)) * module.scaling[name]
             total = total + (delta.T if getattr(module, "fan_in_fan_out", False) else delta)
         return total
 
-    return finish
+    return finish, tuple(getattr(module, part)[name].weight for name in active for part in ("lora_A", "lora_B"))

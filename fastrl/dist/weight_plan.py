@@ -65,7 +65,7 @@ class Piece:
 
 
 Bucket = tuple[Piece, ...]
-Part = tuple[Tensor, torch.dtype, int]  # elements in a row, type they travel in, byte offset in the bucket
+Part = tuple[list[Tensor], torch.dtype, int]  # runs of elements, type they travel in, byte offset in the bucket
 
 
 def filled_bytes(manifest: Iterable[TensorSpec], bucket_bytes: int) -> int:

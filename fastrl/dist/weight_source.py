@@ -1,21 +1,15 @@
-"""The tensors of a model as an engine knows them: Hugging Face names, whole, gathered one bucket ahead.
-
-A tensor that is sharded over ranks (a DTensor of FSDP2) is gathered in the type it travels in; every rank takes part and
-gets the whole.
-"""
+"""The tensors of a model as an engine knows them, by their Hugging Face names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
 
-from fastrl.dist.weight_plan import Bucket, Part, Piece, TensorSpec
-from fastrl.dist.weight_timeline import Timeline
+from fastrl.dist.weight_plan import TensorSpec
 
 LoraMode = Literal["merged", "adapter"]
 
@@ -27,7 +21,8 @@ class Entry:
     name: str
     tensor: Tensor  # perhaps sharded
     same_as: str | None = None
-    finish: Callable[[Tensor], Tensor] | None = None  # the whole tensor -> what is sent (merged adapters)
+    finish: Callable[..., Tensor] | None = None  # the whole tensor, those beside it -> what is sent (merged adapters)
+    beside: tuple[Tensor, ...] = ()  # what `finish` needs, perhaps sharded
 
 
 class ModelSource:
@@ -79,68 +74,6 @@ class ModelSource:
     def wire_dtype(self, tensor: Tensor) -> torch.dtype:
         """The type a tensor travels in; integers keep theirs."""
         return self.dtype if self.dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
-
-
-class Gatherer:
-    """Whole tensors, gathered ahead of their use. Every rank walks the same plan."""
-
-    def __init__(self, entries: list[Entry], specs: list[TensorSpec], timeline: Timeline) -> None:
-        self.entries, self.specs, self.timeline = entries, specs, timeline
-        self.started: dict[int, Tensor] = {}
-        self.flat: dict[int, Tensor] = {}
-
-    def walk(self, plan: Sequence[Bucket]) -> Iterator[tuple[Bucket, list[Part]]]:
-        """Each bucket with what goes into it; the gathering of the next one is under way meanwhile."""
-        for number, bucket in enumerate(plan):
-            with self.timeline.span("gather", number):
-                for ahead in plan[number : number + 2]:
-                    self.start(ahead)
-                parts = [self._part(piece) for piece in bucket]
-            yield bucket, parts
-            for piece in bucket:
-                if piece.start + piece.count == self.specs[piece.index].numel:
-                    self.flat.pop(piece.index, None)
-
-    @property
-    def collective(self) -> bool:
-        """Whether other ranks wait for this one."""
-        return any(isinstance(entry.tensor, DTensor) for entry in self.entries)
-
-    def start(self, bucket: Bucket) -> None:
-        """Begin to gather; tensors under way are left alone."""
-        for index in (piece.index for piece in bucket):
-            if index not in self.started and index not in self.flat:
-                dtype = self.specs[index].dtype if self.entries[index].finish is None else None
-                self.started[index] = gather(self.entries[index].tensor, dtype)
-
-    def _part(self, piece: Piece) -> Part:
-        flat, dtype = self._take(piece.index), self.specs[piece.index].dtype
-        assert dtype is not None
-        return flat[piece.start : piece.start + piece.count], dtype, piece.offset
-
-    def _take(self, index: int) -> Tensor:
-        """The whole tensor, flat; its type may be wider than the one it travels in."""
-        if index not in self.flat:
-            whole, entry = wait(self.started.pop(index)), self.entries[index]
-            self.flat[index] = (whole if entry.finish is None else entry.finish(whole)).reshape(-1)
-        return self.flat[index]
-
-
-def gather(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Begin to make a tensor whole; of a sharded one `dtype` is what goes over the network (None: its own)."""
-    if not isinstance(tensor, DTensor):
-        return tensor.detach()
-    sharded: Any = tensor.detach()
-    if dtype is not None and tensor.dtype.is_floating_point and dtype.itemsize < tensor.dtype.itemsize:
-        sharded = sharded.to(dtype)
-    mesh = tensor.device_mesh
-    return sharded.redistribute(mesh, [Replicate()] * mesh.ndim, async_op=True).to_local()
-
-
-def wait(tensor: Tensor) -> Tensor:
-    """The finished tensor behind a collective that may still be under way."""
-    unfinished: Any = getattr(tensor, "wait", None)
-    return tensor if unfinished is None else unfinished()
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -20,10 +20,11 @@ from torch import Tensor, nn
 
 from fastrl.dist.weight_buckets import NUM_SLOTS, SendBuckets, SharedMemorySend
 from fastrl.dist.weight_cuda import CudaIpcSend, cuda_ipc_problem
-from fastrl.dist.weight_local import LocalReceiver, one_by_one
+from fastrl.dist.weight_local import LocalReceiver, whole_tensors
 from fastrl.dist.weight_plan import Bucket, TensorSpec, filled_bytes, plan_buckets
 from fastrl.dist.weight_receiver import PROTOCOL, WeightReceiver, differing
-from fastrl.dist.weight_source import Gatherer, LoraMode, ModelSource
+from fastrl.dist.weight_gather import Gatherer
+from fastrl.dist.weight_source import LoraMode, ModelSource
 from fastrl.dist.weight_sums import Sums
 from fastrl.dist.weight_timeline import Span, Timeline, spans_from_json
 from fastrl.dist.weight_verify import VerifySchedule
@@ -64,7 +65,7 @@ class _Update:
         self.timeline, self.received = Timeline(), list[Span]()
         entries = source.entries()
         self.specs = source.specs(entries)
-        self.plan = one_by_one(self.specs) if bucket_bytes is None else self._buckets(bucket_bytes)
+        self.plan = whole_tensors(self.specs) if bucket_bytes is None else self._buckets(bucket_bytes)
         gatherer = Gatherer(entries, self.specs, self.timeline)
         self.collective = gatherer.collective
         self.walk = gatherer.walk(self.plan)

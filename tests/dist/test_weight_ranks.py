@@ -3,6 +3,8 @@
 import sys
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parent))
 from two_ranks import run_ranks
 
@@ -66,14 +68,57 @@ return out
 )
 
 
-def test_every_ranks_engine_gets_the_whole_weights():
-    first, second = run_ranks(EQUAL)
-    assert first == second
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_ranks_engine_gets_the_whole_weights(size):
+    first, *others = run_ranks(EQUAL, size=size)
+    assert all(other == first for other in others)
     names = ["counts", "embed.weight", *(f"layers.{i}.{leaf}" for i in range(4) for leaf in ("bias", "weight"))]
     numbers = 131 * 24 + sum(25 * n for n in (7, 33, 1000, 1))
     for (wrong, got, size), itemsize in zip(first, (4, 4, 2, 2)):
         assert wrong == [] and got == names
         assert size == numbers * itemsize + 11 * 8
+
+
+GATHERS = (
+    SETUP
+    + """
+import torch.distributed as dist
+from fastrl.dist import weight_buckets
+events = []
+gather, fill = dist.all_gather_into_tensor, weight_buckets.SharedMemorySend.fill
+
+def gathering(out, mine, **options):
+    events.append("gather")
+    return gather(out, mine, **options)
+
+def filling(self, slot, parts, seen=None):
+    events.append("fill")
+    return fill(self, slot, parts, seen)
+
+dist.all_gather_into_tensor, weight_buckets.SharedMemorySend.fill = gathering, filling
+if HYBRID:
+    mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
+    model = Policy()
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+sender = WeightSender(model, bucket_bytes=16384, dtype=torch.bfloat16, timeout_s=30)
+child = Child(lambda: engine(sender.address, sender.token, torch.bfloat16))
+delivery = sender.send(1)
+wrong, _ = child.result()
+sender.close()
+return [wrong, events, [s.bucket for s in delivery.sent if s.part == "gather"]]
+"""
+)
+
+
+@pytest.mark.parametrize(("size", "hybrid"), [(2, False), (4, True)])
+def test_one_gather_a_bucket_and_the_next_is_under_way(size, hybrid):
+    # by hand, in bf16 with pieces at multiples of 64 bytes: 128 of counts, 6336 of the embedding, 2176 of two layers fill
+    # the first bucket of 16384; 48000 of the third layer's matrix take three; its bias and the fourth layer the last
+    order = ["gather", "gather", "fill", "fill", "fill", "gather", "fill", "fill"]
+    for wrong, events, buckets in run_ranks(GATHERS.replace("HYBRID", str(hybrid)), size=size):
+        assert (wrong, events, buckets) == ([], order, [0, 1, 2, 3, 4])
 
 
 ONE_DIES = (
