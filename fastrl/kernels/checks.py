@@ -15,6 +15,7 @@ import torch
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+MASKS = (torch.bool, *INTEGERS, *FLOATS)
 
 
 def _names(dtypes: Sequence[torch.dtype]) -> str:
@@ -43,7 +44,7 @@ def check_tensor(
         if x.dim() not in allowed:
             want = " or ".join(str(n) for n in allowed)
             raise ValueError(f"{op}: {name} has shape {list(x.shape)}: {want} dimension(s) are needed")
-    if shape is not None and tuple(x.shape) != tuple(shape):
+    if shape is not None and x.shape != shape and tuple(x.shape) != tuple(shape):
         raise ValueError(f"{op}: {name} has shape {list(x.shape)}: {list(shape)} is needed")
     if device is not None and x.device != device:
         raise ValueError(f"{op}: {name} is on {x.device}, the other tensors on {device}: move it there")
@@ -81,7 +82,7 @@ def check_choice(op: str, name: str, value: object, choices: Sequence[str]) -> s
 def check_mask(op: str, mask: torch.Tensor | None, like: torch.Tensor, name: str = "mask") -> None:
     """Raise ValueError unless `mask` is None or a bool / integer / float tensor of `like`'s shape and device."""
     if mask is not None:
-        check_tensor(op, name, mask, dtypes=(torch.bool, *INTEGERS, *FLOATS), shape=like.shape, device=like.device)
+        check_tensor(op, name, mask, dtypes=MASKS, shape=like.shape, device=like.device)
 
 
 def check_layout(op: str, name: str, x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> int:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import torch
 
+from .cpu_blocks import as_bytes, times
 from .scan_blocks import BLOCK, ROW_MULTIPLE, Blocks, constants, in_windows, into_blocks, out_of_blocks, with_room
 
 # Tokens of a group of rows or sequences, for each thread: its buffers stay near the cache, fixed costs do not weigh
@@ -111,8 +112,7 @@ def fast_scan(
         dtype: of the result.
     """
     scan = Scan(gamma, decay, dtype)
-    # a byte per token: torch's operations on bool are several times slower
-    marks = None if mask is None else (mask if mask.dtype == torch.bool else mask != 0).view(torch.uint8)
+    marks = None if mask is None else as_bytes(mask)
     if offsets is None:
         found = _scan_padded(rewards, values, marks, after, scan)
         if found is not None:
@@ -125,12 +125,6 @@ def fast_scan(
         return None
     carries, returns = found
     return carries.view(rewards.shape), None if returns is None else returns.view(rewards.shape)
-
-
-def _times_mask(x: torch.Tensor, m: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
-    if m is None:
-        return out.copy_(x)
-    return torch.mul(x, m, out=out) if x.dtype == out.dtype else out.copy_(x).mul_(m)
 
 
 def _scan_padded(
@@ -157,9 +151,9 @@ def _scan_padded(
                 return None
             inside = m[:n].copy_(marks[part])
         delta = d[:n, :length]
-        _times_mask(rewards[part], inside, delta)
+        times(rewards[part], inside, delta)
         if values is not None and returns is not None:
-            v = _times_mask(values[part], inside, returns[part])
+            v = times(values[part], inside, returns[part])
             delta.sub_(v)
             delta[:, :-1].add_(v[:, 1:], alpha=scan.gamma)
             if after is not None:

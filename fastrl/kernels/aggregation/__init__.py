@@ -8,6 +8,7 @@ import torch
 
 from ..checks import FLOATS, INTEGERS, check_choice, check_layout, check_mask, check_tensor
 from ..dispatch import accumulate_dtype, define_op, refuse_double_backward
+from .cpu import aggregate_backward_cpu, aggregate_cpu, sequence_lengths_cpu
 from .reference import (
     MODES,
     aggregate_gradient,
@@ -23,6 +24,7 @@ _lengths_op = define_op(
     "sequence_lengths",
     "(Tensor like, Tensor? mask, Tensor? cu_seqlens) -> Tensor",
     reference=sequence_lengths_reference,
+    cpu=sequence_lengths_cpu,
     kernel="fastrl.kernels.aggregation.kernel:sequence_lengths_triton",
     fake=lambda like, mask, cu_seqlens: like.new_empty(
         like.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1, dtype=torch.int64
@@ -39,6 +41,7 @@ _op = define_op(
     "aggregate",
     "(Tensor token_loss, Tensor? mask, Tensor? weights, Tensor scale, Tensor? cu_seqlens) -> Tensor",
     reference=aggregate_reference,
+    cpu=aggregate_cpu,
     kernel="fastrl.kernels.aggregation.kernel:aggregate_triton",
     fake=lambda token_loss, *_: token_loss.new_empty((), dtype=accumulate_dtype(token_loss)),
 )
@@ -60,6 +63,7 @@ _backward_op = define_op(
     "aggregate_backward",
     "(Tensor upstream, Tensor token_loss, Tensor? mask, Tensor? weights, Tensor scale, Tensor? cu_seqlens) -> Tensor",
     reference=_backward_reference,
+    cpu=aggregate_backward_cpu,
     kernel="fastrl.kernels.aggregation.kernel:aggregate_backward_triton",
     fake=lambda upstream, token_loss, *_: torch.empty_like(token_loss, memory_format=torch.contiguous_format),
 )
@@ -182,7 +186,7 @@ def resolve_scale(
     if loss_agg_mode == "token-mean":
         given = _count(op, "num_tokens", num_tokens, x.device, dtype)
         if given is None:
-            given = torch.full((), x.numel(), device=x.device) if mask is None else (mask != 0).sum()
+            given = torch.full((), x.numel(), device=x.device) if mask is None else torch.count_nonzero(mask)
         return inverse(given.to(dtype)).reshape(1)
     check_layout(op, "the token loss", x, cu_seqlens)
     return aggregation_scale(

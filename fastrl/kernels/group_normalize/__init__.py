@@ -6,6 +6,7 @@ import torch
 
 from ..checks import FLOATS, INTEGERS, check_choice, check_float, check_mask, check_tensor
 from ..dispatch import accumulate_dtype, define_op
+from .cpu import group_normalize_cpu
 from .reference import group_normalize_reference
 
 
@@ -26,6 +27,7 @@ _op = define_op(
     "(Tensor scores, Tensor group_id, Tensor? valid, bool scale_std, bool leave_one_out, int ddof, float eps) "
     "-> Tensor",
     reference=group_normalize_reference,
+    cpu=group_normalize_cpu,
     kernel="fastrl.kernels.group_normalize.kernel:group_normalize_triton",
     fake=_fake,
 )

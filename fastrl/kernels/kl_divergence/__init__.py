@@ -8,6 +8,7 @@ import torch
 
 from ..checks import check_choice, check_tensor
 from ..dispatch import accumulate_dtype, define_op, refuse_double_backward
+from .cpu import kl_divergence_cpu
 from .reference import kl_divergence_backward_reference, kl_divergence_reference
 
 # kind -> (estimator of the value, estimator of the gradient)
@@ -31,6 +32,7 @@ _op = define_op(
     "kl_divergence",
     "(Tensor log_prob, Tensor ref_log_prob, str value, str gradient) -> Tensor",
     reference=kl_divergence_reference,
+    cpu=kl_divergence_cpu,
     kernel="fastrl.kernels.kl_divergence.kernel:kl_divergence_triton",
     fake=_fake,
 )

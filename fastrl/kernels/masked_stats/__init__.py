@@ -8,6 +8,7 @@ import torch
 
 from ..checks import check_layout, check_mask, check_tensor
 from ..dispatch import accumulate_dtype, define_op
+from .cpu import masked_stats_cpu
 from .reference import masked_stats_reference
 
 
@@ -39,6 +40,7 @@ _op = define_op(
     "(Tensor x, Tensor? mask, Tensor? cu_seqlens, bool per_sequence, int ddof) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     reference=masked_stats_reference,
+    cpu=masked_stats_cpu,
     kernel="fastrl.kernels.masked_stats.kernel:masked_stats_triton",
     fake=_fake,
 )

@@ -8,6 +8,7 @@ import torch
 
 from ..checks import check_layout, check_mask, check_tensor
 from ..dispatch import accumulate_dtype, define_op
+from .cpu import mismatch_sums_cpu
 from .reference import MAXIMA, SUMS, mismatch_sums_reference
 
 
@@ -65,7 +66,8 @@ class MismatchStats(NamedTuple):
             "sequence_chi2": torch.where(s["sequences"] > 0, s["sequence_w2"] / s["sequences"].clamp(min=1) - 1, zero),
             "sequence_k1_max": m["abs_sequence_log_w"],
         }
-        return cls(**{k: v.to(dtype) for k, v in values.items()}, sums=sums, maxima=maxima)
+        made = torch.stack(list(values.values())).to(dtype).unbind(0)
+        return cls(**dict(zip(values, made, strict=True)), sums=sums, maxima=maxima)
 
 
 def _fake(
@@ -84,6 +86,7 @@ _op = define_op(
     "mismatch_sums",
     "(Tensor log_prob, Tensor rollout_log_prob, Tensor? mask, Tensor? cu_seqlens) -> (Tensor, Tensor)",
     reference=mismatch_sums_reference,
+    cpu=mismatch_sums_cpu,
     kernel="fastrl.kernels.mismatch_stats.kernel:mismatch_sums_triton",
     fake=_fake,
 )

@@ -6,6 +6,7 @@ import torch
 
 from ..checks import check_float, check_mask, check_tensor
 from ..dispatch import accumulate_dtype, define_op
+from .cpu import whiten_cpu
 from .reference import whiten_reference
 
 
@@ -24,6 +25,7 @@ _op = define_op(
     "whiten",
     "(Tensor x, Tensor? mask, Tensor? mean, Tensor? var, int ddof, float eps) -> Tensor",
     reference=whiten_reference,
+    cpu=whiten_cpu,
     kernel="fastrl.kernels.whiten.kernel:whiten_triton",
     fake=_fake,
 )
