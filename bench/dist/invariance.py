@@ -22,7 +22,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 
 from context import context, show
 
-METRICS = ("policy/loss", "optim/grad_norm", "reward/mean", "policy/entropy")
+METRICS = ("optim/grad_norm", "reward/mean", "policy/entropy")
 
 
 def train(options: argparse.Namespace, ranks: int, folder: Path) -> dict[str, Any]:
