@@ -134,7 +134,7 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--trl-python", default=sys.executable)
     parser.add_argument("--case", choices=["sums", "long"], default="sums")
-    parser.add_argument("--engine", choices=["embedded", "vllm"], default="embedded")
+    parser.add_argument("--engine", choices=["native", "vllm"], default="native")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)

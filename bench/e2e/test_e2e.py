@@ -32,7 +32,7 @@ ROUNDS = 5
 def train_settings(model: str, case: str, folder) -> dict:
     """The case's problems with recorded responses; one step for the gate, one per round."""
     options = argparse.Namespace(
-        model=model, case=case, steps=ROUNDS, warmup=1, seed=0, no_correction=True, trl_python=None, engine="embedded"
+        model=model, case=case, steps=ROUNDS, warmup=1, seed=0, no_correction=True, trl_python=None, engine="native"
     )
     settings = settings_of(options, str(folder)) | {"reward": "python:bench.e2e.tasks:even_sum", "ignore_eos": True}
     for message in settings["system"]:
