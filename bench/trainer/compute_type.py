@@ -3,10 +3,10 @@
     python bench/trainer/compute_type.py --model DIR [--updates 3] [--rounds 2] [--out FILE]
 
 The same updates (6 prompts of 25 tokens, 11 responses of 30: 480 rows at most, 330 of the head) from the same weights
-under float32, autocast and views. Per variant: CPU seconds of an update
-(forward, backward, optimizer; the least over updates and rounds, rounds alternate), the most memory during updates above
-what the process held before the model, and against float32 the mean difference of log-probs, the relative difference of
-the first gradient, and that of the weights' movement after all updates.
+under float32, autocast and views. Per variant: CPU seconds of an update (forward, backward, optimizer; the least over
+updates and rounds, rounds alternate), the most memory during updates above what the process held before the model, and
+against float32 the mean difference of log-probs, the relative difference of the first gradient, and that of the
+weights' movement after all updates.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "dist"), str(Path(__file__).resolve().parents[2])]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from context import context, show
-
+from bench.dist.context import context, show
 from fastrl.algorithms.registry import get_policy_loss
 from fastrl.data.batch import RolloutBatch, cu_seqlens_of
 from fastrl.data.packing import pack
@@ -153,7 +152,8 @@ def main() -> None:
                 row[key] = float((run[key] - exact[key]).norm() / exact[key].norm())
             del run
     name = Path(options.model).name
-    command = f"python bench/trainer/compute_type.py --model {name} --updates {options.updates} --rounds {options.rounds}"
+    script = "python bench/trainer/compute_type.py"
+    command = f"{script} --model {name} --updates {options.updates} --rounds {options.rounds}"
     show({"context": context(command), "variants": found}, options)
 
 
