@@ -38,10 +38,11 @@ def group_normalize_cpu(
         return group_normalize_reference(*arguments)
     group, groups = _places(group_id)
     s = scores.to(accumulate_dtype(scores))
-    counts = None
+    counts = inside = None
     if valid is not None:
-        counts = (valid != 0).to(s.dtype)
-        s = torch.where(valid != 0, s, 0.0)
+        inside = valid.bool()
+        counts = inside.to(s.dtype)
+        s = torch.where(inside, s, 0.0)
 
     def total(x: torch.Tensor) -> torch.Tensor:
         return s.new_zeros(groups).scatter_add_(0, group, x)
@@ -53,9 +54,9 @@ def group_normalize_cpu(
     size = n.clamp(min=1)
     deviation = s - (total(s) / size).index_select(0, group)
     low = high = s
-    if counts is not None:
+    if counts is not None and inside is not None:
         deviation.mul_(counts)
-        low, high = (torch.where(valid != 0, s, end) for end in (math.inf, -math.inf))
+        low, high = (torch.where(inside, s, end) for end in (math.inf, -math.inf))
     top, bottom = extreme(high, -math.inf, "amax"), extreme(low, math.inf, "amin")
     largest = torch.maximum(top, bottom.neg()).clamp_(min=1)  # of |s|
     # a group of one has no range either; "not above" would let a NaN through, but that goes to the reference

@@ -23,15 +23,16 @@ from ..log_prob.reference import (
 from ..scratch import scratch
 from .gemm import add_bias_gradient, add_weight_gradient, hidden_gradient, project
 
-# Bytes of logits that exist at a time on a CPU: 256 rows of 49152 in float32, 512 in bfloat16 (which pays for each
-# chunk's sum into a float32 d weight); more rows of a smaller vocabulary
-CHUNK_BYTES = 48 << 20
+# Bytes of logits that exist at a time on a CPU, by the bytes of an element: 128 rows of 49152 in float32; 512 in
+# bfloat16 (which pays for each chunk's sum into a float32 d weight); more rows of a smaller vocabulary
+CHUNK_BYTES = {4: 24 << 20, 2: 48 << 20}
 FEWEST_ROWS = 64
 
 
 def chunk_rows_cpu(dtype: torch.dtype, vocabulary: int) -> int:
     """Rows of a chunk, as many as fit in the memory that the logits of one may take."""
-    return max(CHUNK_BYTES // (dtype.itemsize * vocabulary), FEWEST_ROWS)
+    size = CHUNK_BYTES.get(dtype.itemsize, CHUNK_BYTES[4])
+    return max(size // (dtype.itemsize * vocabulary), FEWEST_ROWS)
 
 
 class RowKernels(NamedTuple):
