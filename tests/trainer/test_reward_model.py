@@ -139,7 +139,10 @@ from fastrl.models.load import load_reward_model, load_tokenizer
 from fastrl.trainer.reward_model import RewardModel
 cpu = torch.device("cpu")
 model = load_sharded(load_reward_model, "{folder}", make_mesh(cpu, 1, None), cpu, dtype=torch.float64)
-assert is_sharded(model) and sum(p.to_local().numel() for p in model.parameters()) < 0.6 * sum(p.numel() for p in model.parameters())
+own, whole = (sum(t.numel() for t in tensors) for tensors in (
+    (p.to_local() for p in model.parameters()), model.parameters()
+))
+assert is_sharded(model) and own < 0.6 * whole
 judge = RewardModel(
     model, load_tokenizer("{folder}"), cpu, name="scorer", dtype=torch.float64, offload=False, max_tokens=None,
     max_tokens_per_microbatch=12,
