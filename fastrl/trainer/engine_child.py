@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,20 +17,23 @@ from fastrl.models.cpu import keep_heap
 from fastrl.rollout.backend import Backend, BackendSettings, SharedTensors
 from fastrl.rollout.child import Receiver, serve
 
+if TYPE_CHECKING:
+    from fastrl.trainer.expected_weights import ExpectedWeights
+
 MakeBackend = Callable[[BackendSettings, SharedTensors | None], Backend]
 
 
 class BucketReceiver:
     """Updates of a `WeightReceiver`, each compared with what the engine's own model has before its first tensor."""
 
-    def __init__(self, address: dict[str, Any], expected: list[TensorSpec]) -> None:
+    def __init__(self, address: dict[str, Any], expected: ExpectedWeights) -> None:
         self.expected = expected
         self.receiver = WeightReceiver(address["address"], address["token"], tied=True, timeout_s=address["timeout_s"])
 
     def updates(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors of the next update."""
-        self.receiver.check_manifest(self.expected)
-        yield from self.receiver.tensors()
+        self.receiver.check_manifest(self.expected.specs)
+        yield from self.expected.checkpoint(self.receiver.tensors())
 
     def in_place(self) -> bool:
         """They are sent."""
@@ -87,9 +90,9 @@ class Program:
         shared = self.shared
         if shared is not None:
             return lambda address: shared
-        from fastrl.trainer.expected_weights import expected_weights
+        from fastrl.trainer.expected_weights import ExpectedWeights
 
-        expected = expected_weights(
+        expected = ExpectedWeights(
             settings.model,
             getattr(torch, settings.dtype),
             revision=settings.revision,

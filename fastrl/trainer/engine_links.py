@@ -17,7 +17,7 @@ from fastrl.rollout.backend import Backend, BackendSettings, SharedTensors
 from fastrl.rollout.link import DeliveryRefused, Link, LocalLink
 from fastrl.rollout.process_link import ProcessLink, Sender
 from fastrl.rollout.shared_folder import SharedFolder
-from fastrl.trainer.expected_weights import expected_weights
+from fastrl.trainer.expected_weights import ExpectedWeights
 from fastrl.trainer.shared_engine import SharedSender, note_update, shared_tensors
 
 CHILD = "fastrl.trainer.engine_child"
@@ -126,7 +126,7 @@ class LocalDelivery:
 
     def __init__(self, model: nn.Module, settings: BackendSettings, dtype: torch.dtype, verify: str) -> None:
         self.sender = WeightSender(model, transport="in_process", dtype=dtype, verify=verify)
-        self.expected = expected_weights(
+        self.expected = ExpectedWeights(
             settings.model, dtype, revision=settings.revision, trust_remote_code=settings.trust_remote_code
         )
 
@@ -134,8 +134,8 @@ class LocalDelivery:
         """Load the weights of `model`. Raises WeightError."""
 
         def load(receiver: LocalReceiver) -> None:
-            receiver.check_manifest(self.expected)
-            backend.load_weights(receiver.tensors())
+            receiver.check_manifest(self.expected.specs)
+            backend.load_weights(self.expected.checkpoint(receiver.tensors()))
 
         self.sender.source.model = model
         self.sender.attach(load, tied=True)

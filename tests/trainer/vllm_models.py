@@ -13,9 +13,13 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 _SIZES = {
@@ -43,6 +47,14 @@ BUILDERS = {
             bos_token_id=1,
             eos_token_id=2,
             tie_word_embeddings=tied,
+        )
+    ),
+    "mixtral": lambda tied: MixtralForCausalLM(
+        MixtralConfig(**_SIZES | {"intermediate_size": 64}, num_local_experts=4, tie_word_embeddings=tied)
+    ),
+    "qwen3_moe": lambda tied: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            **_SIZES, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, tie_word_embeddings=tied
         )
     ),
     "qwen2": lambda tied: Qwen2ForCausalLM(Qwen2Config(**_SIZES, tie_word_embeddings=tied)),
