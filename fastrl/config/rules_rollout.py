@@ -82,6 +82,14 @@ def vllm_can(subject: Subject) -> Iterator[Finding]:
     if rollout.weight_transport == "in_process" and rollout.engine != "native" and not rollout.vllm_in_process:
         text = "rollout.weight_transport = in_process reaches no other process: use auto or rollout.vllm_in_process"
         yield error("rollout.weight_transport", "rollout.vllm_in_process", text=text)
+    if rollout.devices is not None and rollout.weight_transport == "cuda_ipc":
+        text = (
+            "rollout.weight_transport = cuda_ipc reaches an engine on the trainer's GPU, but rollout.devices = "
+            f"{rollout.devices} puts it on another: use auto"
+        )
+        yield error("rollout.weight_transport", "rollout.devices", text=text)
+    if rollout.devices is not None and rollout.sleep_level is not None:
+        yield no_effect("rollout.sleep_level", "rollout.devices gives the engine GPUs of its own, it never sleeps")
     if rollout.devices is not None and rollout.offload != "none":
         yield no_effect("rollout.offload", "rollout.devices gives the engine GPUs of its own")
 

@@ -80,7 +80,7 @@ class RolloutConfig(Section):
     vllm_in_process: bool = Field(False, description="vLLM: in the trainer's process instead of a child of its own; a crash then ends the run")
     vllm_options: dict[str, Any] = Field(default_factory=dict, description="vLLM: further arguments of its engine by their own names, e.g. {kv_cache_dtype: fp8}")
     tensor_parallel_size: int = Field(1, ge=1, description="vLLM: ranks whose engine processes share one model and one stream of samples; divides the number of ranks")
-    devices: list[int] | None = Field(None, min_length=1, description="vLLM: GPUs of its own to generate on, one per rank in turn; null generates on the trainer's")
+    devices: list[int] | None = Field(None, min_length=1, description="vLLM: GPUs of its own to generate on, by the numbers that the trainer sees, one per rank of a machine in turn; null generates on the trainer's")
     gpu_memory_utilization: float | None = Field(None, gt=0, lt=1, description="vLLM: part of the GPU's memory that the engine may use while it generates; null derives it from what the trainer keeps there")
     sleep_level: Literal[0, 1, 2] | None = Field(None, description="vLLM: what it gives back while the policy trains: 0 the key/value cache, 1 also the weights (kept in main memory), 2 also the weights (delivered anew); null is 2 on a shared GPU and 0 elsewhere")
     offload: Literal["none", "optimizer", "all"] = Field("none", description="what of the trainer moves to main memory while samples are generated: nothing, the optimizer's state, or parameters too")

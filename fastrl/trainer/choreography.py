@@ -43,12 +43,13 @@ class Choreography:
 
     Args:
         engine: of the run.
-        sleep_level: what the engine gives back while the policy trains (`Engine.sleep`).
+        sleep_level: what the engine gives back while the policy trains (`Engine.sleep`); None: it has a GPU of its own
+            and never sleeps.
         movable: what the trainer moves away while samples are generated, in this order; back in reverse.
     """
 
     engine: Engine
-    sleep_level: int = 1
+    sleep_level: int | None = 1
     movable: tuple[Movable, ...] = ()
     phase: Phase = "generate"
     restarts_seen: int = 0
@@ -83,7 +84,8 @@ class Choreography:
     def train(self) -> None:
         """Samples are there: the engine's memory is training's now."""
         self._expect("generate", "train")
-        self.engine.sleep(self.sleep_level)
+        if self.sleep_level is not None:
+            self.engine.sleep(self.sleep_level)
         for part in reversed(self.movable):
             part.to_device()
         self.phase = "train"
@@ -97,12 +99,15 @@ class Choreography:
             changed: whether they differ from what the engine was given last.
         """
         self._expect("train", "generate")
-        self.engine.wake(("weights",))
-        if changed or self.sleep_level >= 2:
+        sleeps = self.sleep_level is not None
+        if sleeps:
+            self.engine.wake(("weights",))
+        if changed or (self.sleep_level or 0) >= 2:
             self.engine.update_weights(model, version)
         for part in self.movable:
             part.to_host()
-        self.engine.wake(("kv",))
+        if sleeps:
+            self.engine.wake(("kv",))
         self.phase = "generate"
 
     @contextmanager

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from fastrl.config.schema import Config
-from fastrl.dist.collectives import rank
 from fastrl.dist.weight_sync import Delivery, LocalReceiver, WeightRefused, WeightsDiffer, WeightSender
 from fastrl.dist.zero_copy import SharedWeights
 from fastrl.rollout.backend import Backend, BackendSettings, SharedTensors
 from fastrl.rollout.link import DeliveryRefused, Link, LocalLink
 from fastrl.rollout.process_link import ProcessLink, Sender
 from fastrl.rollout.shared_folder import SharedFolder
+from fastrl.trainer.engine_devices import check_devices, engine_device, engine_environment, local_seat
 from fastrl.trainer.expected_weights import ExpectedWeights
 from fastrl.trainer.shared_engine import SharedSender, note_update, shared_tensors
 
@@ -47,7 +47,10 @@ def make_link(
     sender: Sender
     if shared is None:
         bucket_bytes = int(r.bucket_gib * (1 << 30))
-        options = {"transport": r.weight_transport, "bucket_bytes": bucket_bytes, "verify": r.verify_weights}
+        transport = r.weight_transport
+        if r.devices is not None and transport == "auto":
+            transport = "shared_memory"  # an engine that sees its own GPU alone cannot map the trainer's
+        options = {"transport": transport, "bucket_bytes": bucket_bytes, "verify": r.verify_weights}
         sender = BucketSender(model, dtype, r.engine_timeout_s, **options)
     else:
         sender = SharedSender(shared, r.engine_timeout_s, r.verify_weights)
@@ -73,23 +76,19 @@ def local_backend(settings: BackendSettings, shared: SharedTensors | None = None
 
 
 def device_environment(config: Config, settings: BackendSettings) -> dict[str, str | None]:
-    """Variables that give the child its device: the trainer's own, or those of `rollout.devices`."""
+    """Variables that give the child its GPU: the trainer's own, or one of `rollout.devices`; nothing on a CPU."""
     if settings.device != "cuda":
         return {}
-    current, devices = torch.cuda.current_device(), config.rollout.devices
+    devices, (local_rank, local_size) = config.rollout.devices, local_seat()
     if devices is not None:
-        current = devices[rank() % len(devices)]
-    return (
-        {"LOCAL_RANK": str(current)}
-        if settings.tensor_parallel_size > 1
-        else {"CUDA_VISIBLE_DEVICES": visible(current)}
-    )
-
-
-def visible(index: int) -> str:
-    """What CUDA_VISIBLE_DEVICES must be for a child to see only this process's device `index`."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return str(index) if not named else named.split(",")[index]
+        check_devices(
+            devices,
+            local_size=local_size,
+            present=torch.cuda.device_count(),
+            tensor_parallel_size=settings.tensor_parallel_size,
+        )
+    device = engine_device(devices, local_rank, torch.cuda.current_device())
+    return engine_environment(device, settings.tensor_parallel_size, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 class BucketSender:

@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fastrl.config.schema import Config
+from fastrl.trainer.engine_devices import engines_per_device, local_seat
 
 GIB = 1 << 30
 MARGIN_GIB = 2.0  # CUDA contexts of two processes, graphs, and what allocators keep between sizes
@@ -136,7 +137,7 @@ def engine_fraction(config: Config, model: nn.Module, device: torch.device, *, i
         total_bytes=device_bytes(device),
         in_place=in_place,
     )
-    return rounded_down(sizes.fraction())
+    return rounded_down(sizes.fraction() / engines_per_device(config.rollout.devices, local_seat()[1]))
 
 
 def layers(model: nn.Module) -> list[nn.Module]:

@@ -141,7 +141,7 @@ def backend_settings(config: Config, model: PreTrainedModel, *, in_place: bool =
         tensor_parallel_size=r.tensor_parallel_size,
         timeout_s=r.engine_timeout_s,
         seed=config.run.seed % 2**31,
-        sleep_mode=device == "cuda",
+        sleep_mode=device == "cuda" and r.devices is None,
         options=dict(r.vllm_options),
     )
 
@@ -177,8 +177,11 @@ def make_choreography(
     """Who holds the device's memory when; the embedded engine only has copies of weights to give back."""
     models = [part for part in (actor, critic) if part is not None]
     pairs = [(part.model, part.optimizer.torch_optimizer) for part in models]
-    level = sleep_level(config, device) if choose_engine(config).name == "vllm" else 1
-    memory = Choreography(engine, level, movable_parts(config.rollout.offload, pairs, device))
+    level: int | None = sleep_level(config, device) if choose_engine(config).name == "vllm" else 1
+    offload = config.rollout.offload
+    if isinstance(engine, ExternalEngine) and config.rollout.devices is not None:
+        level, offload = None, "none"  # nobody waits for the memory of a GPU of its own
+    memory = Choreography(engine, level, movable_parts(offload, pairs, device))
     if sharing is not None and sharing.weights is not None:
         memory.sleep_level = 0  # the weights are the trainer's: the engine has only keys and values to give back
         sharing.when_given_up = lambda: setattr(memory, "sleep_level", level)
@@ -205,17 +208,19 @@ def engine_lines(parts: Parts) -> list[str]:
         config,
         parts.actor.model,
         kv_bytes=settings.kv_bytes,
-        sleep_level=parts.memory.sleep_level,
+        sleep_level=parts.memory.sleep_level or 0,
         total_bytes=device_bytes(parts.device),
         bucket_gib=config.rollout.bucket_gib,
         in_place=parts.sharing.weights is not None,
     )
     share = "" if settings.memory_fraction is None else f", at most {settings.memory_fraction:.2f} of the GPU"
     where = "in this process" if config.rollout.vllm_in_process else "in a process of its own"
+    apart = config.rollout.devices is not None and settings.device != "cuda"
     return [
         f"engine        {info.name} {where}, {settings.dtype} on {settings.device}: {info.kv_tokens} tokens of keys "
         f"and values, context {info.context}{share}",
         *(f"              {warning}" for warning in info.warnings),
+        *(["              rollout.devices: no GPUs here, the engine has the same CPU and never sleeps"] * apart),
         *parts.sharing.lines(),
         *sizes.lines(),
     ]

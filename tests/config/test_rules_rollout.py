@@ -42,6 +42,7 @@ def load(*more):
         (["rollout.vllm_options={logprobs_mode: raw_logprobs}"], "logprobs_mode is fixed"),
         (["rollout.vllm_in_process=true", "rollout.tensor_parallel_size=2"], "needs a child process per rank"),
         (["rollout.vllm_in_process=true", "rollout.devices=[1]"], "GPUs of its own"),
+        (["rollout.weight_transport=cuda_ipc", "rollout.devices=[1]"], "puts it on another: use auto"),
         (["rollout.engine=vllm", "rollout.weight_transport=in_process"], "reaches no other process"),
     ],
 )
