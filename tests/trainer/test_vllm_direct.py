@@ -1,4 +1,4 @@
-"""vLLM's weights are written by a plan from the second update on, and are what its own loader would have made."""
+"""vLLM's weights are written by a plan from the second update on, experts by its own loader; both give HF's tokens."""
 
 import importlib.util
 
@@ -11,6 +11,8 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "tied"), [("llama", "tied"), ("qwen2", "untied")])
+@pytest.mark.parametrize(
+    ("kind", "tied"), [("llama", "tied"), ("qwen2", "untied"), ("mixtral", "untied"), ("qwen3_moe", "tied")]
+)
 def test_direct_load(tmp_path, kind, tied):
     assert "direct load: fine" in run("vllm_direct_load.py", str(tmp_path), kind, tied)

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from fastrl.rollout.vllm.direct import DirectLoad, Proof, plan_direct
@@ -47,6 +48,8 @@ class IteratorTransfer(WeightTransferEngine[NothingToAgree, Incoming]):
     def start_weight_update(self) -> None:
         """Parameters become placeholders that remember how each is loaded, unless there is a plan."""
         if not isinstance(self.plan, DirectLoad):
+            if self.device.type == "cpu":
+                forget_packed_experts(self.model)
             initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -73,6 +76,13 @@ class IteratorTransfer(WeightTransferEngine[NothingToAgree, Incoming]):
 
     def shutdown(self) -> None:
         """Nothing to release."""
+
+
+def forget_packed_experts(model: nn.Module) -> None:
+    """Experts on a CPU are packed when their kernel is made, and vLLM makes it once: make it anew."""
+    for module in model.modules():
+        if isinstance(module, UnquantizedFusedMoEMethod):
+            module.moe_kernel = None
 
 
 def register() -> None:
