@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from fastrl.dist.weight_verify import VerifySchedule
 from fastrl.errors import ConfigError, EngineError
 from fastrl.models.head import head_of
 from fastrl.models.load import resolve_path
+from fastrl.rewards.base import Judge
 from fastrl.rollout.backend import BackendSettings
 from fastrl.rollout.engine import Engine
 from fastrl.rollout.external import ExternalEngine
@@ -25,13 +26,15 @@ from fastrl.rollout.link import Link
 from fastrl.rollout.native import NativeEngine
 from fastrl.rollout.process_link import ProcessLink
 from fastrl.rollout.shared_folder import SharedFolder
-from fastrl.trainer.actor import Actor
+from fastrl.trainer.actor import Actor, PolicyModel
 from fastrl.trainer.choreography import Choreography, movable_parts
 from fastrl.trainer.critic import Critic
 from fastrl.trainer.engine_choice import choose_engine
 from fastrl.trainer.engine_links import make_link
-from fastrl.trainer.engine_memory import budget, device_bytes, engine_fraction, sleep_level
+from fastrl.trainer.engine_memory import ALONE, Beside, budget, device_bytes, engine_fraction, sleep_level
 from fastrl.trainer.probe import DeliveryProbe
+from fastrl.trainer.reference import Reference
+from fastrl.trainer.reward_model import RewardModel
 from fastrl.trainer.shared_engine import Sharing
 
 if TYPE_CHECKING:
@@ -46,10 +49,14 @@ def make_engine(
     tokenizer: PreTrainedTokenizerBase,
     stop_ids: frozenset[int],
     sharing: Sharing | None = None,
+    beside: Beside = ALONE,
 ) -> Engine:
-    """The generation engine of the run; with `sharing` it may compute with the trainer's weights in place."""
+    """The generation engine of the run; with `sharing` it may compute with the trainer's weights in place.
+
+    `beside` are the run's other models, which leave it less of a GPU.
+    """
     if choose_engine(config).name == "vllm":
-        return make_vllm(config, model, stop_ids, sharing or Sharing())
+        return make_vllm(config, model, stop_ids, sharing or Sharing(), beside)
     return NativeEngine(
         model,
         tokenizer=tokenizer,
@@ -59,14 +66,16 @@ def make_engine(
     )
 
 
-def make_vllm(config: Config, model: PreTrainedModel, stop_ids: frozenset[int], sharing: Sharing) -> ExternalEngine:
+def make_vllm(
+    config: Config, model: PreTrainedModel, stop_ids: frozenset[int], sharing: Sharing, beside: Beside
+) -> ExternalEngine:
     """vLLM: one process per rank, or `rollout.tensor_parallel_size` ranks' processes as one engine."""
     size = config.rollout.tensor_parallel_size
     if world_size() % size:
         raise ConfigError(
             f"rollout.tensor_parallel_size = {size} does not divide the {world_size()} processes of this run"
         )
-    settings = backend_settings(config, model, in_place=sharing.weights is not None)
+    settings = backend_settings(config, model, in_place=sharing.weights is not None, beside=beside)
     engine_rank, gather, folder = rank() % size, None, None
     if size > 1:
         gather, folder = tensor_parallel_group(size)
@@ -80,7 +89,7 @@ def make_vllm(config: Config, model: PreTrainedModel, stop_ids: frozenset[int], 
 
     def delivered(refusal: EngineError) -> Link:
         sharing.give_up(str(refusal))
-        return make_link(config, model, backend_settings(config, model), None)
+        return make_link(config, model, backend_settings(config, model, beside=beside), None)
 
     return ExternalEngine(
         link,
@@ -97,13 +106,16 @@ def make_vllm(config: Config, model: PreTrainedModel, stop_ids: frozenset[int], 
     )
 
 
-def backend_settings(config: Config, model: PreTrainedModel, *, in_place: bool = False) -> BackendSettings:
+def backend_settings(
+    config: Config, model: PreTrainedModel, *, in_place: bool = False, beside: Beside = ALONE
+) -> BackendSettings:
     """What the backend is started with; sizes are derived where the configuration leaves them open.
 
     Args:
         config: of the run.
         model: the policy.
         in_place: the backend computes with the trainer's own weights.
+        beside: the run's other models.
     """
     r, m = config.rollout, config.model
     device = next(model.parameters()).device.type
@@ -126,7 +138,7 @@ def backend_settings(config: Config, model: PreTrainedModel, *, in_place: bool =
     space = None if tokens is None else kv_bytes(tokens, text, itemsize, r.tensor_parallel_size)
     fraction = r.gpu_memory_utilization
     if fraction is None and device == "cuda":
-        fraction = engine_fraction(config, model, next(model.parameters()).device, in_place=in_place)
+        fraction = engine_fraction(config, model, next(model.parameters()).device, in_place=in_place, beside=beside)
     return BackendSettings(
         model=resolve_path(m.path),
         tokenizer=resolve_path(m.tokenizer_path or m.path) if r.stop else None,
@@ -191,6 +203,16 @@ def make_choreography(
     return memory
 
 
+def models_beside(critic: Critic | None, reference: PolicyModel | None, judges: Iterable[Judge]) -> Beside:
+    """What a rank holds beside the policy. A reference without adapters is the policy itself."""
+    stays = isinstance(reference, Reference) and not reference.offload
+    return Beside(
+        trained=() if critic is None else (critic.model,),
+        frozen=() if reference is None or not stays else (reference.model,),
+        scoring=tuple(judge.model for judge in judges if isinstance(judge, RewardModel)),
+    )
+
+
 def make_probe(config: Config, engine: Engine, actor: Actor, prompts: PromptSet) -> DeliveryProbe | None:
     """A comparison of engine and trainer after updates; None where they share the weights."""
     if not isinstance(engine, ExternalEngine):
@@ -212,6 +234,7 @@ def engine_lines(parts: Parts) -> list[str]:
         total_bytes=device_bytes(parts.device),
         bucket_gib=config.rollout.bucket_gib,
         in_place=parts.sharing.weights is not None,
+        beside=models_beside(parts.critic, parts.reference, parts.generator.rewards.judges.values()),
     )
     share = "" if settings.memory_fraction is None else f", at most {settings.memory_fraction:.2f} of the GPU"
     where = "in this process" if config.rollout.vllm_in_process else "in a process of its own"

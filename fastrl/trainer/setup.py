@@ -30,7 +30,7 @@ from fastrl.trainer.actor import Actor, PolicyModel
 from fastrl.trainer.advantage import AdvantageStage
 from fastrl.trainer.balancing import Exchange, cost_model
 from fastrl.trainer.critic import Critic
-from fastrl.trainer.engines import make_choreography, make_engine, make_probe
+from fastrl.trainer.engines import make_choreography, make_engine, make_probe, models_beside
 from fastrl.trainer.fits import check_fits
 from fastrl.trainer.full_kl import FullKL
 from fastrl.trainer.generation import Generator
@@ -86,9 +86,14 @@ def build(
     sharing = share_weights(config, model)
     actor = make_actor(config, plan, model, sharing, total_steps, dtype)
     stop_ids = frozenset(stop_token_ids(model, tokenizer)) | frozenset(config.rollout.stop_token_ids)
-    engine = make_engine(config, model, tokenizer, stop_ids, sharing)
+    reference = make_reference(config, plan, model, dtype, device, mesh)
+    add_row_terms(config, actor, reference, mesh)
+    critic = make_critic(config, plan, dtype, device, total_steps, mesh)
+    judges = make_judges(config, dtype, device, mesh)
+    others = models_beside(critic, reference, judges.values())
+    engine = make_engine(config, model, tokenizer, stop_ids, sharing, others)
     check_engine(config, engine)
-    rewards = make_rewards(config, make_judges(config, dtype, device, mesh))
+    rewards = make_rewards(config, judges)
     generator = Generator(
         engine,
         tokenizer,
@@ -101,9 +106,6 @@ def build(
     )
     if progress is not None:
         generator.progress = partial(progress, "generate")
-    reference = make_reference(config, plan, model, dtype, device, mesh)
-    add_row_terms(config, actor, reference, mesh)
-    critic = make_critic(config, plan, dtype, device, total_steps, mesh)
     memory = make_choreography(config, engine, actor, critic, device, sharing)
     ranks = sequence_groups(config.parallel.sequence)
     for part in (actor, reference, critic):

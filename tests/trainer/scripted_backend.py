@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -115,7 +116,8 @@ class ScriptedProgram(Program):
 
 def make_receiver(settings):
     shape = tuple(settings.options.get("shape", (3, 2)))
-    expected = [TensorSpec("weight", shape, torch.float32), TensorSpec("bias", shape[:1], torch.float32)]
+    specs = [TensorSpec("weight", shape, torch.float32), TensorSpec("bias", shape[:1], torch.float32)]
+    expected = SimpleNamespace(specs=specs, checkpoint=lambda tensors: tensors)  # one name for trainer and checkpoint
     return lambda address: BucketReceiver(address, expected)
 
 

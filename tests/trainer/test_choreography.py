@@ -13,7 +13,10 @@ from fastrl.errors import TrainingError
 from fastrl.models.load import load_model
 from fastrl.rollout.kv_space import free_memory, kv_bytes, kv_bytes_per_token, wanted_kv_tokens
 from fastrl.trainer.choreography import Choreography, OptimizerState, Parameters, movable_parts
-from fastrl.trainer.engine_memory import MemoryBudget, budget, layers, rounded_down, sleep_level
+from fastrl.trainer.engine_memory import Beside, MemoryBudget, budget, layers, rounded_down, sleep_level
+from fastrl.trainer.engines import models_beside
+from fastrl.trainer.reference import Reference, WithoutAdapters
+from fastrl.trainer.reward_model import RewardModel
 
 
 class Recorder:
@@ -166,6 +169,11 @@ def test_budget_by_hand():
     assert apart.phases() == {"train": 24.0, "deliver": 19.0, "generate": 1.0} and apart.fraction() == 0.92
     asleep = MemoryBudget(6.0, 6.0, 12.0, 0.0, 1.0, 3.0, 20.0, 80.0, sleep_level=0, offload="none")
     assert asleep.phases()["train"] == 27.0
+    crowded = MemoryBudget(
+        6.0, 6.0, 12.0, 0.0, 1.0, 3.0, 20.0, 80.0, sleep_level=2, offload="optimizer", frozen=3.0, scoring=5.0
+    )
+    assert crowded.phases() == {"train": 27.0, "deliver": 25.0, "generate": 38.0}
+    assert crowded.fraction() == (80 - 14 - 1 - 2) / 80
     assert "of 80.0" in sizes.lines()[0] and "generate 42.00" in sizes.lines()[0]
     assert rounded_down(0.7375) == 0.73
 
@@ -179,6 +187,28 @@ def test_budget_of_a_model(tmp_path):
     assert sizes.parameters * 2**30 == 4 * numbers and sizes.optimizer * 2**30 == 8 * numbers
     assert sizes.kv == 1.0 and sizes.total == 8.0 and sizes.engine_weights == sizes.parameters
     assert len(layers(model)) == 3
+
+    critic, scorer = torch.nn.Linear(10, 7, bias=False), torch.nn.Linear(10, 3, bias=False, dtype=torch.bfloat16)
+    for p in list(model.parameters())[1:]:
+        p.requires_grad_(False)
+    trained = next(model.parameters()).numel()
+    beside = Beside(trained=(critic,), frozen=(scorer,), scoring=(scorer, scorer))
+    more = budget(config, model, kv_bytes=None, sleep_level=0, beside=beside)
+    assert more.parameters * 2**30 == 4 * (numbers + 70) and more.gradients * 2**30 == 4 * (trained + 70)
+    assert more.optimizer * 2**30 == 8 * (trained + 70)
+    assert more.frozen * 2**30 == 60 and more.scoring * 2**30 == 120
+
+
+def test_models_beside_the_policy():
+    critic, kept, waiting = (SimpleNamespace(model=torch.nn.Linear(1, n)) for n in (1, 2, 3))
+    judge, model = object.__new__(RewardModel), torch.nn.Linear(1, 4)
+    judge.model = model
+    references = [object.__new__(kind) for kind in (Reference, Reference, WithoutAdapters)]
+    for reference, source, offload in zip(references, (kept, waiting, critic), (False, True, False)):
+        reference.model, reference.offload = source.model, offload
+    found = models_beside(critic, references[0], [judge])
+    assert (found.trained, found.frozen, found.scoring) == ((critic.model,), (kept.model,), (model,))
+    assert models_beside(None, references[1], []) == models_beside(None, references[2], []) == Beside()
 
 
 def test_sleep_level_is_derived(tmp_path):
