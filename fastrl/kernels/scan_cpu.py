@@ -54,7 +54,8 @@ def scan_rows(d: torch.Tensor, decay: float, out: torch.Tensor) -> torch.Tensor:
     if blocks > BLOCK:
         carries = scan_rows(heads, decay**BLOCK, torch.empty_like(heads))
     else:
-        carries = torch.mm(heads.view(-1, BLOCK), constants(decay**BLOCK, d.dtype)[0]).view(heads.shape)
+        carries = torch.empty_like(heads)  # into given memory: a product that makes its own has autocast's type
+        torch.mm(heads.view(-1, BLOCK), constants(decay**BLOCK, d.dtype)[0], out=carries.view(-1, BLOCK))
     y[:, :-1].addcmul_(carries[:, 1:blocks, None], into)
     return out
 

@@ -9,7 +9,7 @@ import torch
 from kernel_cases import TRITON, close, cu, mask_of, normal, offsets_of, poisoned, seen
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastrl.kernels import aggregate, group_normalize, kl_divergence, masked_stats, mismatch_stats, whiten
+from fastrl.kernels import aggregate, gae, group_normalize, kl_divergence, masked_stats, mismatch_stats, whiten
 
 pytestmark = pytest.mark.skipif(TRITON, reason="paths of a CPU")
 
@@ -152,3 +152,24 @@ def test_gradients_flow_whatever_else_is_plain():
     with torch.inference_mode():
         inside = whiten(torch.arange(5.0))
     assert torch.equal(inside, whiten(torch.arange(5.0)))
+
+
+def test_autocast_and_the_default_type_change_nothing(request):
+    rewards, values, mask = normal(T, 12), normal(T, 13), mask_of(T, 14, 0.95)
+    r, v, m = (torch.from_numpy(x) for x in (rewards.astype(np.float32), values.astype(np.float32), mask))
+    want = oracle.gae(seen(r), seen(v), mask, offsets_of(LENGTHS), 1.0, 0.99)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = gae(r, v, m, gamma=1.0, gae_lambda=0.99, cu_seqlens=cu(LENGTHS))
+    for found, expected in zip(got, want, strict=True):
+        close(found, expected)
+    request.addfinalizer(lambda: torch.set_default_dtype(torch.float32))
+    torch.set_default_dtype(torch.bfloat16)  # counts 701 as 700
+    rows = torch.ones(2, 701, dtype=torch.float32)
+    assert aggregate(rows, rows, loss_agg_mode="seq-mean-token-mean").item() == pytest.approx(1, rel=1e-6)
+
+
+def test_whitened_constants_stay_inside_the_mask():
+    x, mask = torch.tensor([1.0, 1.0, 5.0]), torch.tensor([1, 1, 0])
+    for given in ({}, {"mean": 1.0, "var": 0.0}):
+        out = whiten(x, mask, eps=0.0, **given)
+        assert out[:2].isnan().all() and out[2] == 0

@@ -25,8 +25,8 @@ def sequence_lengths_cpu(
     if cu_seqlens is None:
         marks, (rows, length) = as_bytes(mask), like.shape
         step = max(1, block_size() // length)
-        buffer = torch.empty((min(step, rows), length), device=like.device)
-        found = torch.empty(rows, device=like.device)
+        buffer = torch.empty((min(step, rows), length), dtype=torch.float32, device=like.device)
+        found = torch.empty(rows, dtype=torch.float32, device=like.device)
         for part in blocks(rows, step):
             torch.sum(buffer[: part.stop - part.start].copy_(marks[part]), 1, out=found[part])
         return found.long()

@@ -38,10 +38,10 @@ def whiten_cpu(
         if not given:
             squares += float(torch.mul(deviation, deviation, out=second[: deviation.shape[0]]).sum())
     spread = float(var) if given and var is not None else squares / max(count - ddof, 1)
-    if not is_finite(summed, centre, spread):
+    if not is_finite(summed, centre, spread) or spread + eps == 0:  # 0 / 0 must stay inside the mask
         return whiten_reference(x, mask, mean, var, ddof, eps)
     if given or count >= 2:  # one value has no variance: it is centred, not scaled
-        scale = (spread + eps) ** -0.5 if spread + eps else float("inf")
+        scale = (spread + eps) ** -0.5
         for part in blocks(total):
             out[part].mul_(scale)
     return out.view(x.shape)
