@@ -22,7 +22,8 @@ from bench.kernels.cost_model import Cost
 
 Tensors = list[torch.Tensor]
 OURS = "fastrl"
-SLOW_FACTOR, SLOW_S = 4.0, 2.0
+SLOW_FACTOR, SLOW_S = 4.0, 2.0  # two rounds are enough for such a variant
+HOPELESS_FACTOR = 16.0  # and one for this
 
 
 @dataclass
@@ -125,9 +126,10 @@ class Measured:
         return seconds
 
     def is_enough(self, name: str, ours: str) -> bool:
-        """True for a variant that is far slower than ours and takes seconds: two rounds settle that."""
-        slow = self.first_s[name] > max(SLOW_FACTOR * self.first_s[ours], SLOW_S)
-        return slow and len(self.times[name]) >= 2
+        """True for a variant that is far slower than ours and takes seconds: one or two rounds settle that."""
+        first, base = self.first_s[name], self.first_s[ours]
+        slow = first > max(SLOW_FACTOR * base, SLOW_S)
+        return slow and len(self.times[name]) >= (1 if first > HOPELESS_FACTOR * base else 2)
 
     def finish(self) -> list[dict[str, Any]]:
         """Rows with times, ratios to ours, and the fraction of the floor."""
