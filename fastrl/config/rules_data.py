@@ -154,7 +154,12 @@ def _reward_model(subject: Subject, key: str, path: str) -> Iterator[Finding]:
     folder = Path(path).expanduser()
     if not path or (not folder.is_dir() and (path.startswith((".", "/", "~")) or path.count("/") > 1)):
         yield error(key, text=f"{key} = model:{path}: no such folder; write model:FOLDER or model:HUB/NAME")
-    elif folder.is_dir() and not {f.name for f in folder.iterdir()} & TOKENIZER_FILES:
+    elif not folder.is_dir():
+        if folder.is_file() or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path):
+            yield error(key, text=f"{key} = model:{path}: neither a folder nor a hub name; write model:FOLDER")
+    elif not (folder / "config.json").is_file():
+        yield error(key, text=f"{key} = model:{path}: no Hugging Face model folder, it has no config.json")
+    elif not {f.name for f in folder.iterdir()} & TOKENIZER_FILES:
         text = f"{key} = model:{path} has no tokenizer (none of {', '.join(sorted(TOKENIZER_FILES))})"
         yield error(key, text=f"{text}: save the reward model's own beside it")
 

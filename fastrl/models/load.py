@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -220,7 +221,8 @@ def load_critic(path: str, **options: Any) -> ValueModel:
     Raises:
         ModelError: as `load_model`.
     """
-    causal = load_model(path, **options)
+    with _about("critic.path = "):
+        causal = load_model(path, **options)
     critic = ValueModel(trunk(causal), options.get("attention", "auto"), str(causal.base_model_prefix))
     critic.train(causal.training)
     if not options.get("skeleton"):
@@ -238,30 +240,49 @@ def load_reward_model(path: str, **options: Any) -> ValueModel:
     Raises:
         ModelError: as `load_model`, or the files hold no `score.weight` of one label.
     """
-    stored = weight_files(local_folder(_check_source(path, ("config.json",), NO_CONFIG), options.get("revision")))
-    if stored is None or STORED_SCORE not in stored:
-        raise ModelError(
-            f"reward model {path}: no safetensors file holds {STORED_SCORE}; it must be a sequence classification "
-            "model of a decoder (LlamaForSequenceClassification and the like), saved as safetensors"
-        )
-    with safe_open(stored[STORED_SCORE], "pt") as file:
-        labels = file.get_slice(STORED_SCORE).get_shape()[0]
-    if labels != 1:
-        raise ModelError(
-            f"reward model {path}: {STORED_SCORE} has {labels} labels; a score is one number, num_labels=1"
-        )
-    before = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # a classifier has no language head: nothing reads the one made for it
+    with _about("reward.functions: model:"):
+        labels = _stored_labels(path, options.get("revision"))
+        if labels != 1:
+            raise ModelError(
+                f"reward model {path}: {STORED_SCORE} has {labels} labels; a score is one number, num_labels=1"
+            )
+        before = transformers_logging.get_verbosity()
+        # a classifier has no language head: nothing reads the one made for it
+        transformers_logging.set_verbosity_error()
+        try:
+            causal = load_model(path, **options)
+        finally:
+            transformers_logging.set_verbosity(before)
+        model = ValueModel(trunk(causal), options.get("attention", "auto"), str(causal.base_model_prefix))
+        model.stored_head = STORED_SCORE
+        model.eval().requires_grad_(False)
+        if not options.get("skeleton"):
+            set_value_head(model, path, options.get("revision"))
+        return model
+
+
+@contextlib.contextmanager
+def _about(key: str) -> Iterator[None]:
+    """What is said about `model.path` is about another key."""
     try:
-        causal = load_model(path, **options)
-    finally:
-        transformers_logging.set_verbosity(before)
-    model = ValueModel(trunk(causal), options.get("attention", "auto"), str(causal.base_model_prefix))
-    model.stored_head = STORED_SCORE
-    model.eval().requires_grad_(False)
-    if not options.get("skeleton"):
-        set_value_head(model, path, options.get("revision"))
-    return model
+        yield
+    except ModelError as error:
+        raise ModelError(str(error).replace("model.path = ", key, 1)) from error
+
+
+def _stored_labels(path: str, revision: str | None) -> int:
+    """Rows of the score head in a reward model's files."""
+    try:
+        stored = weight_files(local_folder(_check_source(path, ("config.json",), NO_CONFIG), revision))
+        if stored is not None and STORED_SCORE in stored:
+            with safe_open(stored[STORED_SCORE], "pt") as file:
+                return int(file.get_slice(STORED_SCORE).get_shape()[0])
+    except (OSError, ValueError, KeyError, SafetensorError) as error:  # of the hub too
+        raise ModelError(_explain(path, error)) from error
+    raise ModelError(
+        f"reward model {path}: no safetensors file holds {STORED_SCORE}; it must be a sequence classification "
+        "model of a decoder (LlamaForSequenceClassification and the like), saved as safetensors"
+    )
 
 
 def set_value_head(critic: ValueModel, path: str, revision: str | None = None) -> None:

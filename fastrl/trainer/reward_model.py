@@ -10,9 +10,10 @@ that it generated, and takes as many passes as the rank that needs most.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from fastrl.data.packing import MicroBatch, Segment, fill_up
@@ -54,24 +55,37 @@ class RewardModel:
         self.name, self.dtype, self.offload = name, dtype, offload
         config: Any = model.config.get_text_config()
         self.limit = max_tokens or getattr(config, "max_position_embeddings", None)
-        self.padding = config.pad_token_id
+        self.padding, self.vocabulary = config.pad_token_id, config.vocab_size
         self.max_tokens_per_microbatch = max_tokens_per_microbatch
         self.tokens = 0  # scored since `take_tokens`
         with resident(model, device, offload=offload):
             pass
 
     def __call__(self, samples: Sequence[RewardSample]) -> list[Outcome]:
-        """One outcome per sample: its score, or a Failure where the sequence is empty or longer than the limit."""
-        rendered = [sequence_ids(self.tokenizer, sample) for sample in samples]
-        outcomes: list[Outcome] = [self._refused(len(ids)) for ids in rendered]
+        """One outcome per sample: its score, or a Failure where it cannot be read or is too long."""
+        rendered = [self._read(sample) for sample in samples]
+        outcomes: list[Outcome] = [ids if isinstance(ids, Failure) else self._refused(ids) for ids in rendered]
         fitting = [i for i, outcome in enumerate(outcomes) if outcome is None]
-        for i, score in zip(fitting, self.scores([rendered[i] for i in fitting])):
+        for i, score in zip(fitting, self.scores([cast(list[int], rendered[i]) for i in fitting])):
             outcomes[i] = check_score(self.name, score)
         return outcomes
 
-    def _refused(self, length: int) -> Failure | None:
+    def _read(self, sample: RewardSample) -> list[int] | Failure:
+        """Ids of the sample; a template may refuse it, e.g. for its roles."""
+        try:
+            return sequence_ids(self.tokenizer, sample)
+        except TemplateError as error:
+            return Failure(self.name, f"its chat template refuses the sample: {error}")
+
+    def _refused(self, ids: Sequence[int]) -> Failure | None:
+        length = len(ids)
         if length == 0:
             return Failure(self.name, "prompt and response have no token")
+        if max(ids) >= self.vocabulary:
+            return Failure(
+                self.name,
+                f"its tokenizer makes id {max(ids)}, its model knows {self.vocabulary}: give it its own tokenizer",
+            )
         if self.limit is None or length <= self.limit:
             return None
         return Failure(

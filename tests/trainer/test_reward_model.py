@@ -116,18 +116,39 @@ def test_what_cannot_be_scored_is_a_failure(folders):
     assert isinstance(outcomes[2], Failure) and "no token" in str(outcomes[2])
 
 
+def test_a_scorer_that_cannot_read_the_samples_says_so(folders):
+    judge = scorer(folders["llama"])
+    judge.tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    (outcome,) = judge([sample("2+2?", "4")])
+    assert isinstance(outcome, Failure) and "its chat template refuses the sample: roles must alternate" in str(outcome)
+    judge.tokenizer.chat_template = None
+    judge.tokenizer.add_tokens(["+2"])  # one id more than its model has
+    outcomes = judge([sample("2+2?", "4"), sample("2", "4")])
+    assert isinstance(outcomes[0], Failure) and f"id {SHAPE['vocab_size']}" in str(outcomes[0])
+    assert isinstance(outcomes[1], float)
+
+
 def test_other_models_are_refused(folders, tmp_path):
     two = write_scorer(tmp_path / "two")
     weights = load_file(two / "model.safetensors")
     save_file(weights | {"score.weight": torch.zeros(2, 32)}, two / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match=r"score.weight has 2 labels"):
         load_reward_model(str(two))
+    (two / "model.safetensors").write_bytes(b"cut")
+    with pytest.raises(ModelError, match=rf"^reward.functions: model:{two}: "):
+        load_reward_model(str(two))
     weights.pop("score.weight")
     save_file(weights, two / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match=r"no safetensors file holds score.weight"):
         load_reward_model(str(two))
-    with pytest.raises(ConfigError, match=r"reward.functions\[0\] = model:/none/such: no such folder"):
-        load_config([], [*short_run("builtin:tiny", tmp_path), "reward.functions=['model:/none/such']"])
+    (tmp_path / "empty").mkdir()
+    for path, why in (
+        ("/none/such", "no such folder"),
+        ("a name", "neither a folder nor a hub name"),
+        (f"{tmp_path}/empty", "no Hugging Face model folder, it has no config.json"),
+    ):
+        with pytest.raises(ConfigError, match=rf"reward.functions\[0\] = model:{path}: {why}"):
+            load_config([], [*short_run("builtin:tiny", tmp_path), f"reward.functions=['model:{path}']"])
 
 
 TWO_RANKS = """
