@@ -38,6 +38,8 @@ def describe_error(path: KeyPath, value: Any, detail: ErrorDetails) -> str:
             return f"a section holds keys, not {show(value)}; write them under it, one per line"
         return detail["msg"]
     item = "" if len(path) == 2 else "; this item is"
+    if detail["type"] == "string_pattern_mismatch":
+        return f"{show(value)} is not among what it may be: {leaf.description}"
     return f"must be {leaf.type_text}{item or ', not'} {show(value)}{_hint(leaf, path, value)}"
 
 

@@ -144,15 +144,20 @@ def reward_functions(subject: Subject) -> Iterator[Finding]:
             yield Finding((key,), text, "missing_package")
         elif name not in BUILTIN_REWARDS:
             near = did_you_mean(closest(name, BUILTIN_REWARDS))
-            known = f"; known are {', '.join(BUILTIN_REWARDS)} python:package.module:function and model:PATH"
-            hint = f"; did you mean python:{name}?" if ":" in name or "." in name else near or known
+            known = f"; known are {', '.join(BUILTIN_REWARDS)}, python:package.module:function and model:PATH"
+            kind, colon, rest = name.partition(":")
+            kinds = closest(kind, ("python", "model")) if colon else []
+            meant = f"{kinds[0]}:{rest}" if kinds else f"python:{name}"
+            hint = f"; did you mean {meant}?" if ":" in name or "." in name else near or known
             yield error(key, text=f"{key} = {name}: unknown reward function{hint}")
 
 
 def _reward_model(subject: Subject, key: str, path: str) -> Iterator[Finding]:
     """A reward model's folder is there and has a tokenizer; one row goes to one score."""
     folder = Path(path).expanduser()
-    if not path or (not folder.is_dir() and (path.startswith((".", "/", "~")) or path.count("/") > 1)):
+    if not path:
+        yield error(key, text=f"{key} = model: names no model; write model:FOLDER or model:HUB/NAME")
+    elif not folder.is_dir() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
         yield error(key, text=f"{key} = model:{path}: no such folder; write model:FOLDER or model:HUB/NAME")
     elif not folder.is_dir():
         if folder.is_file() or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path):

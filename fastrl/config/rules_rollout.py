@@ -82,6 +82,9 @@ def vllm_can(subject: Subject) -> Iterator[Finding]:
     if rollout.weight_transport == "in_process" and rollout.engine != "native" and not rollout.vllm_in_process:
         text = "rollout.weight_transport = in_process reaches no other process: use auto or rollout.vllm_in_process"
         yield error("rollout.weight_transport", "rollout.vllm_in_process", text=text)
+    if wrong := [device for device in rollout.devices or () if device < 0]:
+        text = f"rollout.devices = {rollout.devices}: {wrong[0]} is no GPU, they count from 0"
+        yield error("rollout.devices", text=text)
     if rollout.devices is not None and rollout.weight_transport == "cuda_ipc":
         text = (
             "rollout.weight_transport = cuda_ipc reaches an engine on the trainer's GPU, but rollout.devices = "

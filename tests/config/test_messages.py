@@ -117,6 +117,12 @@ def test_wrong_values(message, text, expected):
     assert message(text) == f"{expected}\n1 error in 1 file. `fastrl config --explain {key}` tells more."
 
 
+def test_a_text_of_a_wrong_form_names_the_forms(message):
+    text = message(None, "rollout.verify_weights=every 0")
+    assert text.startswith("command line: rollout.verify_weights: 'every 0' is not among what it may be: ")
+    assert "always, first (to each engine process), `every K` or off" in text
+
+
 def test_everything_is_reported_at_once_in_order(message):
     content = """rollout:
   temprature: 1

@@ -73,3 +73,10 @@ def test_auto_takes_what_is_there(installed, tmp_path):
     assert choose_engine(other).name == "vllm" and {Role.Actor, Role.Rollout} <= roles_of(other)
     assert choose_engine(load(f"model.path={tmp_path}", "run.dtype=float64").config).name == "native"
     assert choose_engine(load("rollout.engine=vllm").config).name == "vllm"
+
+
+def test_the_embedded_engine_may_be_asked_for_common_weights(installed):
+    """It has them anyway, in float64 too: said, not refused."""
+    installed(None)
+    (text,) = load("rollout.engine=native", "rollout.zero_copy=true", "run.dtype=float64").warnings
+    assert "rollout.zero_copy has no effect" in text
