@@ -24,6 +24,7 @@ import torch
 from native_vs_generate import HERE, Generate, Native, compare, greedy_gate, prompts_of
 
 from fastrl.config.load import load_config
+from fastrl.dist.weight_timeline import parts
 from fastrl.models.cpu import keep_heap
 from fastrl.models.load import load_model, load_tokenizer, stop_token_ids
 from fastrl.trainer.engines import make_engine
@@ -48,20 +49,33 @@ class VLLM(Native):
 
 
 def update_times(engine: Any, model: Any, rounds: int) -> dict[str, Any]:
-    """Milliseconds of an update, and of one copy of the same bytes, in turn."""
+    """Milliseconds of an update and of one copy of the same bytes, in turn; of the parts, those of time on a core."""
     tensors = {p.data_ptr(): p.detach() for p in model.parameters()}.values()
     size = sum(t.numel() * t.element_size() for t in tensors)
     source, target = torch.ones(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
-    times: dict[str, list[float]] = {"update": [], "copy": []}
-    engine.update_weights(model, 0)
-    for version in range(1, rounds + 1):
-        start = time.perf_counter()
+    times: dict[str, list[float]] = {"update": [], "copy": [], "trainer_cpu": [], "copy_cpu": []}
+    core: dict[str, list[float]] = {}
+    for version in (-1, 0):  # the first update goes through vLLM's own loader
         engine.update_weights(model, version)
-        middle = time.perf_counter()
+    for version in range(1, rounds + 1):
+        start, cpu = time.perf_counter(), time.process_time()
+        engine.update_weights(model, version)
+        middle, cpu_middle = time.perf_counter(), time.process_time()
         target.copy_(source)
-        times["update"].append(1e3 * (middle - start))
+        times["copy_cpu"].append(1e3 * (time.process_time() - cpu_middle))
         times["copy"].append(1e3 * (time.perf_counter() - middle))
-    return {"bytes": size, **{f"{name}_ms": round(statistics.median(values), 1) for name, values in times.items()}}
+        times["trainer_cpu"].append(1e3 * (cpu_middle - cpu))
+        times["update"].append(1e3 * (middle - start))
+        delivery = engine.link.sender.last
+        for side, spans in (("trainer", delivery.sent), ("engine", delivery.received)):
+            for part, (_, seconds) in parts(spans).items():
+                core.setdefault(f"{side} {part}", []).append(1e3 * seconds)
+    return {
+        "bytes": size,
+        **{f"{name}_ms": round(statistics.median(values), 1) for name, values in times.items()},
+        "least_update_ms": round(min(times["update"]), 1),
+        "parts_cpu_ms": {name: round(statistics.median(values), 1) for name, values in core.items()},
+    }
 
 
 def main() -> None:

@@ -69,9 +69,13 @@ Part = tuple[list[Tensor], torch.dtype, int]  # runs of elements, type they trav
 
 
 def filled_bytes(manifest: Iterable[TensorSpec], bucket_bytes: int) -> int:
-    """How far each bucket of `bucket_bytes` is filled: an update of few, full buckets would not overlap."""
-    total = sum(spec.num_bytes for spec in manifest if spec.same_as is None)
-    return min(bucket_bytes, max(SMALL, -(-total // OVERLAPPING)))
+    """How far each bucket of `bucket_bytes` is filled: an update of few, full buckets would not overlap.
+
+    A tensor that fits a bucket is not split for that: the engine would have to put it together again.
+    """
+    sizes = [spec.num_bytes for spec in manifest if spec.same_as is None]
+    largest = max((-(-size // ROW_BYTES) * ROW_BYTES for size in sizes if size <= bucket_bytes), default=0)
+    return min(bucket_bytes, max(SMALL, largest, -(-sum(sizes) // OVERLAPPING)))
 
 
 def plan_buckets(manifest: Sequence[TensorSpec], bucket_bytes: int) -> list[Bucket]:

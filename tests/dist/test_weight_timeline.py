@@ -70,9 +70,11 @@ def test_spans_inside_others_count_once(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("total_mib", "bucket_mib", "filled_mib"), [(513, 256, 65), (3000, 256, 256), (100, 256, 32), (100, 16, 16)]
+    ("sizes_mib", "bucket_mib", "filled_mib"),
+    [([1] * 513, 256, 65), ([1] * 3000, 256, 256), ([1] * 100, 256, 32), ([1] * 100, 16, 16), ([90, 9, 300], 256, 90)],
 )
-def test_large_buckets_are_filled_in_part(total_mib, bucket_mib, filled_mib):
-    # by hand: an eighth of the update, at least 32 MiB, at most a bucket; 513 / 8 is 64.125
-    specs = [TensorSpec("a", (total_mib << 18,), torch.float32), TensorSpec("b", (1,), torch.float32, same_as="a")]
+def test_large_buckets_are_filled_in_part(sizes_mib, bucket_mib, filled_mib):
+    # by hand: an eighth of the update, at least 32 MiB and each tensor that fits a bucket, at most a bucket
+    specs = [TensorSpec(str(i), (size << 18,), torch.float32) for i, size in enumerate(sizes_mib)]
+    specs.append(TensorSpec("tied", (1 << 30,), torch.float32, same_as="0"))
     assert -(-filled_bytes(specs, bucket_mib << 20) // (1 << 20)) == filled_mib
