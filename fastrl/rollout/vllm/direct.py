@@ -63,7 +63,8 @@ class DirectLoad:
         self.parts: dict[nn.Module, int] = {}  # number of tensors that make up a layer's weight
         for place in places.values():
             self.parts[place.layer] = self.parts.get(place.layer, 0) + (place.leaf == "weight")
-        self._scratch: dict[tuple[int, ...], Tensor] = {}
+        self._collecting: dict[nn.Module, Tensor] = {}  # rows that have come of layers which keep no plain weight
+        self._scratch: dict[tuple[int, ...], list[Tensor]] = {}  # free ones, by shape
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copy every tensor to its place. Raises EngineError when one has none, comes twice or did not come."""
@@ -90,10 +91,13 @@ class DirectLoad:
         own: Tensor = getattr(place.layer, place.leaf)
         if own.numel():
             return own.data
-        shape = (weight_rows(place.layer), *tensor.shape[1:])
-        if shape not in self._scratch:
-            self._scratch[shape] = torch.empty(shape, dtype=own.dtype, device=own.device)
-        return self._scratch[shape]
+        if place.layer not in self._collecting:
+            shape = (weight_rows(place.layer), *tensor.shape[1:])
+            free = self._scratch.setdefault(shape, [])
+            self._collecting[place.layer] = (
+                free.pop() if free else torch.empty(shape, dtype=own.dtype, device=own.device)
+            )
+        return self._collecting[place.layer]
 
     def _pack(self, layer: Any, weight: Tensor) -> None:
         own = layer.weight
@@ -102,6 +106,8 @@ class DirectLoad:
             layer.weight = nn.Parameter(weight, requires_grad=False)
         layer.quant_method.process_weights_after_loading(layer)
         layer.weight = own
+        if layer in self._collecting:
+            self._scratch[tuple(weight.shape)].append(self._collecting.pop(layer))
 
 
 class Proof:
