@@ -160,13 +160,17 @@ def test_refusals(tmp_path):
         engine.close()
 
 
+def program_environment() -> dict[str, str]:
+    """With which the programs of this folder find this repository."""
+    path = os.pathsep.join([str(HERE.parents[1]), str(HERE), str(HERE.parent / "models")])
+    return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+
 def run(script: str, *arguments: str, timeout: float = 280) -> str:
     """A program of this folder in a process of its own."""
-    path = os.pathsep.join([str(HERE.parents[1]), str(HERE), str(HERE.parent / "models")])
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, str(HERE / script), *arguments],
-        env=environment,
+        env=program_environment(),
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -186,10 +190,11 @@ def test_two_ranks(tmp_path, size):
     assert "two ranks: fine" in run("vllm_two_ranks.py", str(tmp_path), str(size))
 
 
-def test_training_run(tmp_path):
-    """A run with vLLM: its log-probs are the trainer's, at every step."""
+@pytest.mark.parametrize("placing", [[], ["rollout.devices=[1]"]], ids=["shared", "apart"])
+def test_training_run(tmp_path, placing):
+    """A run with vLLM: its log-probs are the trainer's, at every step; also with an engine that never sleeps."""
     folder = write_vllm_folder(tmp_path / "model", "llama", tied=True)
-    overrides = [*short_run(folder, tmp_path / "runs"), "rollout.engine=vllm", "optim.total_steps=5"]
+    overrides = [*short_run(folder, tmp_path / "runs"), "rollout.engine=vllm", "optim.total_steps=5", *placing]
     result = run_training(load_config([], overrides))
     lines = [json.loads(line) for line in (result / "metrics.jsonl").read_text().splitlines()]
     assert len(lines) == 5
