@@ -13,13 +13,14 @@ from pathlib import Path
 
 import pytest
 from test_external_engine import running
-from test_vllm_engine import HERE, TOLERANCE, program_environment
+from test_vllm_engine import HERE, TOLERANCE, make, plain_model, program_environment
 from tiny_folder import short_run
 from vllm_models import write_vllm_folder
 
 from fastrl.config.load import load_config
 from fastrl.dist.weight_buckets import SharedMemorySend
 from fastrl.dist.weight_sync import WeightSender
+from fastrl.errors import EngineError
 from fastrl.rollout.process_link import ProcessLink
 from fastrl.run import run_training
 
@@ -101,3 +102,31 @@ def left_of(session: int) -> list[int]:
         if int(sid) == session and state != "Z":
             found.append(int(path.parent.name))
     return found
+
+
+def test_an_unknown_architecture_names_the_key(tmp_path):
+    folder = write_vllm_folder(tmp_path / "model", "llama", tied=True)
+    model = plain_model(folder)
+    path = Path(folder) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": ["NobodyForCausalLM"]}))
+    engine = make(folder, model)
+    try:
+        with pytest.raises(EngineError, match=r"model\.path = .*rollout\.engine=native"):
+            engine.ready()
+    finally:
+        engine.close()
+
+
+def test_an_untested_version_is_named():
+    program = (
+        "import json, vllm\n"
+        "from fastrl.rollout.vllm import start\n"
+        "tested = start.version_warnings()\n"
+        "start.TESTED_VERSION = '9.9'\n"
+        "print(json.dumps([tested, start.version_warnings(), vllm.__version__]))"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=program_environment(), capture_output=True, text=True, timeout=200, check=True)
+    tested, untested, version = json.loads(done.stdout.splitlines()[-1])
+    assert tested == []
+    assert untested == [f"vLLM {version} is installed, fastrl is tested with 9.9.x"]
