@@ -21,6 +21,9 @@ from fastrl.dist.weight_plan import Bucket, Part, Piece, TensorSpec
 from fastrl.dist.weight_source import Entry
 from fastrl.dist.weight_timeline import Timeline
 
+# its name from torch 2.13 on; older ones know the other, which warns there
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 Runs = list[Tensor]  # elements of a whole tensor, flat, in order
 Key = tuple[int, int]  # number of the entry; 0 its own tensor, 1 ... those that `finish` wants beside it
 
@@ -125,7 +128,7 @@ class Flat:
             local, offset = tensor.to_local(), self.members[key].offset
             self.mine[offset : offset + local.numel()].copy_(local.reshape(-1))
         self.all = torch.empty(self.size, total, dtype=dtype, device=device)
-        self.work: Any = dist.all_gather_into_tensor(self.all.view(-1), self.mine, group=group, async_op=True)
+        self.work: Any = _all_gather(self.all.view(-1), self.mine, group=group, async_op=True)
 
     def runs(self, key: Key) -> Runs:
         """One run of elements per rank that has any."""

@@ -82,10 +82,9 @@ def test_every_ranks_engine_gets_the_whole_weights(size):
 GATHERS = (
     SETUP
     + """
-import torch.distributed as dist
-from fastrl.dist import weight_buckets
+from fastrl.dist import weight_buckets, weight_gather
 events = []
-gather, fill = dist.all_gather_into_tensor, weight_buckets.SharedMemorySend.fill
+gather, fill = weight_gather._all_gather, weight_buckets.SharedMemorySend.fill
 
 def gathering(out, mine, **options):
     events.append("gather")
@@ -95,7 +94,7 @@ def filling(self, slot, parts, seen=None):
     events.append("fill")
     return fill(self, slot, parts, seen)
 
-dist.all_gather_into_tensor, weight_buckets.SharedMemorySend.fill = gathering, filling
+weight_gather._all_gather, weight_buckets.SharedMemorySend.fill = gathering, filling
 if HYBRID:
     mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
     model = Policy()
