@@ -28,7 +28,7 @@ from tasks import FILLER, order, sums
 HERE = Path(__file__).resolve().parent
 
 
-class WorkerEnded(Exception):
+class WorkerEnded(SystemExit):
     """A trainer's process is gone."""
 
 
@@ -112,7 +112,7 @@ def alternate(workers: dict[str, Worker], steps: int, warmup: int) -> dict[str, 
                     raise
                 print(f"{name}: {error}. Only fastrl is timed.")
                 del rows[name]
-                break
+                continue
             shown = f"reward {row['reward']:.3f}  length {row['mean_length']:.1f}"
             print(f"{number:3d} {name:7s} {row['wall_s']:7.2f} s  {shown}", flush=True)
             if number >= warmup:

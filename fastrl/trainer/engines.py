@@ -205,10 +205,9 @@ def make_choreography(
 
 def models_beside(critic: Critic | None, reference: PolicyModel | None, judges: Iterable[Judge]) -> Beside:
     """What a rank holds beside the policy. A reference without adapters is the policy itself."""
-    stays = isinstance(reference, Reference) and not reference.offload
     return Beside(
         trained=() if critic is None else (critic.model,),
-        frozen=() if reference is None or not stays else (reference.model,),
+        frozen=(reference.model,) if isinstance(reference, Reference) and not reference.offload else (),
         scoring=tuple(judge.model for judge in judges if isinstance(judge, RewardModel)),
     )
 

@@ -30,6 +30,12 @@ def weights(model, scale: float = 1.0):
         memory.fill_(float("nan"))
 
 
+def across_layers(model):
+    """Every tensor, the same one of all layers after another: layers of one shape are incomplete at the same time."""
+    state = model.state_dict()
+    return [(name, state[name]) for name in sorted(state, key=lambda name: name.rsplit(".", 2)[1:])]
+
+
 def check(backend: VLLMBackend, model) -> None:
     """Greedy tokens and log-probs of a response are Hugging Face's."""
     backend.add([Draw(0, PROMPT, 1, 0.0, 8)], SamplingParams(max_tokens=8, ignore_eos=True))
@@ -124,6 +130,10 @@ def main() -> None:
         transfer.receive_weights.__func__.__globals__["initialize_layerwise_reload"] = None
     wrong_plans(transfer, model, policy)
     backend.load_weights(weights(policy))
+    check(backend, policy)
+    move(policy, seed=9)
+    transfer.plan.load(across_layers(policy))
+    backend.reset_prefix_cache()
     check(backend, policy)
     print("direct load: fine")
 
